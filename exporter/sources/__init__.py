@@ -1,0 +1,1 @@
+"""Where lines come from: inputs, wrappers of container runtimes, and the fast scan."""

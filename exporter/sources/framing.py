@@ -1,0 +1,198 @@
+"""Takes a line out of what a container runtime, service manager or launcher wrapped around it.
+
+The wrapper is recognised per line and never configured. Wrappers nest (stern around CRI),
+so the first match is taken off and the rest is looked at again.
+
+A runtime cuts long lines: CRI marks the pieces ``P`` and the last ``F``; docker's json-file
+leaves the newline out of ``log``. ``Framing`` joins them again, one pending line per stream.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from ..records import Line
+
+MAX_LINE = 1 << 20
+"""Bytes kept of one line: its head and its tail. A scheduler dump ends with the totals."""
+
+_HEAD = MAX_LINE - (MAX_LINE >> 2)
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|#033\[[0-9;]*m")
+
+# 2026-07-03T13:21:34.123456789Z stdout F text
+_CRI = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:\d\d)) (stdout|stderr) ([PF])(?::\w+)* ?")
+# 2026-02-06T12:11:00Z text   [2026-02-06T12:11:00Z] text   (docker logs -t, buildkite, kubectl --timestamps)
+_STAMP = re.compile(r"\[?(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d))\]? +")
+# Nov 30 16:26:46 host vllm[812]: text
+_JOURNAL = re.compile(r"([A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d) [\w.-]+ ([\w.@/-]+?)(?:\[\d+\])?: ")
+# 2026-11-30T16:26:46+0000 host vllm[812]: text
+_JOURNAL_ISO = re.compile(
+    r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?[+-]\d\d:?\d\d) [\w.-]+ ([\w.@/-]+?)(?:\[\d+\])?: "
+)
+# vllm-1  | text
+_COMPOSE = re.compile(r"([a-zA-Z0-9][\w.-]{0,80}?) +\| ")
+# (RayWorkerWrapper pid=3012, ip=192.0.2.10) text [repeated 7x across cluster]
+_RAY = re.compile(r"\((\w+) pid=(\d+), ip=([\da-fA-F.:]+)\) ")
+_RAY_REPEAT = re.compile(r" ?\[repeated \d+x across cluster\](?: \(Ray deduplicates logs[^)]*\))?")
+# model-prefill-0-2 vllm (Worker pid=302) ERROR …      pod and container by stern or kubectl logs --prefix
+_STERN = re.compile(
+    r"(?:\+ |› )?\[?(?:pod/)?([a-z0-9](?:[a-z0-9.-]{0,120}[a-z0-9])?)[ /](?:› )?([a-z0-9][a-z0-9-]{0,60})\]? (?=\(\w[\w.-]* pid=|[A-Z]+ \d\d-\d\d |\d{4}-\d\d-\d\dT|Traceback|  File \")"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """How one runtime wraps lines. ``fast`` is a bytes pattern for the scan's skip list."""
+
+    name: str
+    fast: bytes
+
+
+CRI = Wrapper("cri", rb"\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:\d\d) std(?:out|err) F ")
+DOCKER = Wrapper("docker", rb'\{"log": ?"')
+COMPOSE = Wrapper("compose", rb"[\w.-]+ +\| ")
+JOURNAL = Wrapper("journald", rb"[A-Z][a-z]{2} [ \d]\d [\d:]{8} [\w.-]+ [\w.@/-]+(?:\[\d+\])?: ")
+STAMP = Wrapper("timestamp", rb"\[?\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)\]? +")
+RAW = Wrapper("raw", rb"")
+
+
+def wrapper_of(line: bytes) -> Wrapper:
+    """The outermost wrapper of ``line``, for the scan's skip list."""
+    for wrapper in (CRI, DOCKER, JOURNAL, COMPOSE, STAMP):
+        if re.match(wrapper.fast, line):
+            return wrapper
+    return RAW
+
+
+def clean(text: str) -> str:
+    """``text`` without terminal colours (``\\x1b[36m``, or ``#033[36m`` as syslog writes it)."""
+    if "\x1b" in text or "#033" in text:
+        text = _ANSI.sub("", text)
+    return text
+
+
+class Framing:
+    """Unwraps and rejoins the lines of one input, in order.
+
+    ``feed`` takes raw lines without their newline and yields finished ``Line``s; ``flush``
+    yields what is still pending. Memory is bounded: at most ``MAX_LINE`` per stream and
+    64 streams; older pending pieces are given out as they are.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[str, Line] = {}
+        self.truncated = 0
+
+    def feed(self, number: int, raw: bytes) -> Iterator[Line]:
+        """The complete lines that ``raw`` ends, usually one."""
+        if len(raw) > MAX_LINE:
+            raw = raw[:_HEAD] + raw[-(MAX_LINE - _HEAD) :]
+            self.truncated += 1
+        text = raw.decode("utf-8", "replace")
+        stripped = text.rstrip("\r")
+        line, stream, partial = _unwrap(
+            Line(number, stripped, carriage_returns=len(text) - len(stripped))
+        )
+        pending = self._pending.pop(stream, None) if self._pending else None
+        if pending is not None:
+            joined = pending.text + line.text
+            if len(joined) > MAX_LINE:
+                joined = joined[:_HEAD] + joined[-(MAX_LINE - _HEAD) :]
+                self.truncated += 1
+            line = Line(pending.number, joined, pending.time, line.origin, line.carriage_returns)
+        if not partial:
+            yield line
+            return
+        self._pending[stream] = line
+        if len(self._pending) > 64:
+            yield self._pending.pop(next(iter(self._pending)))
+
+    def flush(self) -> Iterator[Line]:
+        """The pieces whose end never came."""
+        yield from self._pending.values()
+        self._pending.clear()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a cut line still waits for its end."""
+        return bool(self._pending)
+
+
+def _unwrap(line: Line) -> tuple[Line, str, bool]:
+    """``line`` without its wrappers, the stream it belongs to, and whether it is a piece."""
+    text, time, origin, returns = line.text, line.time, line.origin, line.carriage_returns
+    stream, partial = "", False
+    if "\x1b" in text or "#033" in text:
+        text = clean(text)
+    for _ in range(4):
+        first = text[:1]
+        if first == "{" and (inner := _docker(text)) is not None:
+            text, stream_name, when = inner
+            partial = not text.endswith("\n")
+            text = text.rstrip("\n")
+            stripped = text.rstrip("\r")
+            returns = len(text) - len(stripped)
+            text, stream, time = clean(stripped), stream + stream_name, when or time
+        elif first.isdigit() and (match := _CRI.match(text)):
+            time = parse_stamp(match[1]) or time
+            stream, partial = stream + match[2], match[3] == "P"
+            text = clean(text[match.end() :])
+            if partial:
+                break
+        elif (first.isdigit() or first == "[") and (match := _JOURNAL_ISO.match(text) or _STAMP.match(text)):
+            time = parse_stamp(match[1]) or time
+            text = text[match.end() :]
+        elif first.isupper() and (match := _JOURNAL.match(text)):
+            origin = origin or match[2]
+            text = text[match.end() :]
+        elif first == "(" and (match := _RAY.match(text)):
+            origin = match[3]
+            text = f"({match[1]} pid={match[2]}) " + _RAY_REPEAT.sub("", text[match.end() :])
+        elif first.isalnum() and (match := _COMPOSE.match(text)):
+            origin = match[1]
+            text = text[match.end() :]
+        elif first.islower() and (match := _STERN.match(text)):
+            origin = f"{match[1]}/{match[2]}"
+            text = text[match.end() :]
+        else:
+            break
+    return Line(line.number, text, time, origin, returns), stream + origin, partial
+
+
+def _docker(text: str) -> tuple[str, str, datetime | None] | None:
+    """``log``, stream and time of a docker json-file line, or None if it is something else."""
+    if '"log"' not in text[:200]:
+        return None
+    try:
+        raw = json.loads(text)
+    except ValueError:
+        return None
+    log = raw.get("log") if isinstance(raw, dict) else None
+    if not isinstance(log, str):
+        return None
+    stamp = raw.get("time")
+    return log, str(raw.get("stream", "")), parse_stamp(stamp) if isinstance(stamp, str) else None
+
+
+def parse_stamp(text: str) -> datetime | None:
+    """An RFC 3339 time with its zone, in UTC, cut to microseconds; None if it is none."""
+    match = re.fullmatch(
+        r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:[.,](\d{1,9})\d*)?(Z|[+-]\d\d:?\d\d)", text
+    )
+    if match is None:
+        return None
+    try:
+        time = datetime.fromisoformat(match[1])
+        zone = match[3]
+        if zone != "Z":
+            sign = -1 if zone[0] == "-" else 1
+            offset = timedelta(hours=int(zone[1:3]), minutes=int(zone[-2:]))
+            time -= sign * offset
+    except (ValueError, OverflowError):
+        return None
+    micros = int((match[2] or "0").ljust(9, "0")[:6])
+    return time.replace(microsecond=micros, tzinfo=UTC)

@@ -1,0 +1,88 @@
+"""Whole log files, read once from beginning to end, as ``analyze`` does it."""
+
+from __future__ import annotations
+
+import gzip
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import BinaryIO
+
+from .scan import BLOCK
+
+STDIN = "-"
+
+
+class InputProblem(Exception):
+    """An input could not be read, or not to its end. Its text names the input and what to do."""
+
+
+def latest_time(source: str) -> datetime:
+    """The time the log can't be younger than: when the file was last written, or now."""
+    if source != STDIN:
+        try:
+            return datetime.fromtimestamp(Path(source).stat().st_mtime)
+        except OSError:
+            pass
+    return datetime.now()
+
+
+def size_of(source: str) -> int | None:
+    """Bytes on disk, for a progress bar; None where that can't be known."""
+    try:
+        return None if source == STDIN else Path(source).stat().st_size
+    except OSError:
+        return None
+
+
+def blocks(source: str, progress: Callable[[int], None] = lambda _: None) -> Iterator[bytes]:
+    """The bytes of ``source`` (a path, ``.gz`` unpacked, or ``-``) in blocks.
+
+    ``progress`` is told how many bytes were read from disk. Raises ``InputProblem``; what could
+    be read before has been given out by then.
+    """
+    try:
+        if source == STDIN:
+            yield from _plain(sys.stdin.buffer, progress)
+            return
+        with Path(source).open("rb") as file:
+            if file.read(2) == b"\x1f\x8b":
+                file.seek(0)
+                yield from _unpacked(file, source, progress)
+            else:
+                file.seek(0)
+                yield from _plain(file, progress)
+    except FileNotFoundError:
+        raise InputProblem(f"{source}: no such file; check the path") from None
+    except IsADirectoryError:
+        raise InputProblem(f"{source}: is a directory; name the log files in it") from None
+    except PermissionError:
+        raise InputProblem(f"{source}: permission denied; run as a user who may read it") from None
+    except OSError as error:
+        raise InputProblem(f"{source}: {error.strerror or error}; the rest was not read") from None
+
+
+def _plain(file: BinaryIO, progress: Callable[[int], None]) -> Iterator[bytes]:
+    while block := file.read(BLOCK):
+        progress(len(block))
+        yield block
+
+
+def _unpacked(file: BinaryIO, source: str, progress: Callable[[int], None]) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=file) as unpacked:
+        at = 0
+        while True:
+            try:
+                block = unpacked.read(BLOCK)
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                reason = "ends too early" if isinstance(error, EOFError) else "is damaged"
+                raise InputProblem(
+                    f"{source}: the gzip data {reason}; what came before was analysed"
+                ) from None
+            if not block:
+                return
+            progress(file.tell() - at)
+            at = file.tell()
+            yield block
