@@ -1,0 +1,1 @@
+"""Everything that knows vLLM's formats, by version, and nothing else."""

@@ -1,0 +1,426 @@
+"""Lines of a vLLM log -> records: one log call of one process, however many lines it takes.
+
+Formats by version are listed in the functions that read them. Two facts shape this module:
+
+* vLLM repeats its prefix on every line of a record and ends all lines but the last with an
+  extra ``\\r``. So text of a user, however many newlines it holds, stays behind the prefix of
+  the record that printed it and never starts a line of its own.
+* Processes write to one stream. Records are kept apart by the process prefix
+  ``(Worker_TP1 pid=115)``; lines that no logger wrote are gathered per process.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from ..records import Line, Record
+
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+MAX_RECORD_LINES = 2000
+MAX_RECORD_CHARS = 1 << 21
+_OPEN_BARE = 4  # records of a process without a prefix that may interleave
+
+# (EngineCore pid=104) ERROR 11-02 10:00:00 [core.py:1586] msg     INFO 06-01 12:00:00 llm_engine.py:161] msg
+_PREFIX = re.compile(
+    r"\b(DEBUG|INFO|WARNING|ERROR|CRITICAL) (\d\d)-(\d\d) (\d\d):(\d\d)(?::(\d\d))?(?:[.,]\d+)? "
+    r"\[?((?:[\w.-]+/)*[\w.-]+):(\d+)\] ?"
+)
+# (Worker_TP0 pid=12)  (VllmWorker rank=3 pid=12)  (VllmWorker TP0 pid=12)
+_PROCESS = re.compile(r"\(([A-Za-z_][\w.-]*)(?: (?:rank=)?(\w+))? pid=(\d+)\) ?")
+# INFO:     192.0.2.10:57224 - "POST /v1/completions HTTP/1.1" 500 Internal Server Error
+_UVICORN = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL): {2,}")
+# [rank5]:[W920 12:00:00.000000000 CUDACachingAllocator.cpp:3933] msg
+_CPP = re.compile(
+    r"(?:\[rank(\d+)\]:)?\[([IWEF])(\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.\d+ (?:\d+ )?([\w.]+):\d+\] ?"
+)
+_RANK = re.compile(r"\[rank(\d+)\]: ?")
+# 2025-11-02 12:00:04,315 - vllm.v1.engine.core_client - ERROR - msg   (a logging config of the user's)
+_DASHED = re.compile(
+    r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d+)? - vllm[\w.]*?\.?(\w+) - (DEBUG|INFO|WARNING|ERROR|CRITICAL) - "
+)
+# multiprocessing prints it above the traceback that ended a process: "Process EngineCore_DP0:"
+_PROCESS_TITLE = re.compile(r"Process [A-Za-z][\w-]{0,40}:")
+_PROGRESS = re.compile(r"(?:it/s|s/it|B/s)\]|\d+%\|")
+_GLUED = re.compile(
+    r"\(([A-Za-z_][\w.-]*)(?: (?:rank=)?\w+)? pid=(\d+)\) "
+    r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[\w./-]+:\d+\] "
+)
+_ACCESS_GLUED = re.compile(r'" \d{3}(?: [A-Z][A-Za-z-]*)*(?=\()')
+
+# Modules whose records repeat what a client sent: request ids, prompts, model and LoRA names.
+# Nothing in them is evidence, and a prefix inside their text is not a prefix.
+USER_TEXT_FILES = frozenset(
+    "logger.py request_logger.py async_llm.py async_llm_engine.py serving.py serving_chat.py "
+    "serving_completion.py serving_engine.py serving_models.py serving_embedding.py "
+    "serving_responses.py serving_tokenization.py protocol.py chat_utils.py launcher.py "
+    "api_router.py tool_parser.py preprocess.py input_processor.py processor.py".split()
+)
+
+
+@dataclass(slots=True)
+class Clock:
+    """Gives ``MM-DD HH:MM:SS`` its year: the latest one not after ``latest``.
+
+    The log has neither year nor zone, so results are naive local times. ``latest`` is the
+    modification time of the file, or now. A day is allowed for a zone behind ours.
+    """
+
+    latest: datetime
+    _cache: dict[tuple[str, ...], datetime | None] = field(default_factory=dict)
+
+    def at(self, month: str, day: str, hour: str, minute: str, second: str | None) -> datetime | None:
+        """The time, or None where the numbers are no date."""
+        key = (month, day, hour, minute, second or "00")
+        if key not in self._cache:
+            if len(self._cache) > 256:
+                self._cache.clear()
+            self._cache[key] = self._resolve(*(int(part) for part in key))
+        return self._cache[key]
+
+    def _resolve(self, month: int, day: int, hour: int, minute: int, second: int) -> datetime | None:
+        bound = self.latest + timedelta(days=1)
+        for year in range(bound.year, bound.year - 9, -1):  # 9: back over a leap day
+            try:
+                time = datetime(year, month, day, hour, minute, second)
+            except ValueError:
+                continue
+            if time <= bound:
+                return time
+        return None
+
+
+@dataclass(slots=True)
+class _Open:
+    """A record that may still grow."""
+
+    process: str
+    pid: int | None
+    level: str
+    time: datetime | None
+    file: str
+    origin: str
+    key: tuple[object, ...]
+    lines: list[str] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    chars: int = 0
+    first_returns: int = 0
+    closed: bool = False
+
+    def add(self, line: Line, text: str) -> None:
+        if not self.lines:
+            self.first_returns = line.carriage_returns
+        elif line.carriage_returns < self.first_returns:
+            self.closed = True  # the last line of a record has one \r less than the others
+        if len(self.lines) < MAX_RECORD_LINES and self.chars < MAX_RECORD_CHARS:
+            self.lines.append(text)
+            self.numbers.append(line.number)
+            self.chars += len(text)
+
+    def record(self) -> Record:
+        return Record(
+            self.process,
+            self.pid,
+            self.level,
+            self.time,
+            self.file,
+            tuple(self.lines),
+            tuple(self.numbers),
+            self.origin,
+        )
+
+
+class LogParser:
+    """Assembles records from the lines of one input, in order. Bounded in memory."""
+
+    def __init__(self, latest: datetime) -> None:
+        self._clock = Clock(latest)
+        self._open: dict[tuple[str, str], list[_Open]] = {}
+        self._pids: set[tuple[str, str]] = set()
+        self._leads: set[str] = set()
+        self._logged = 0
+        self._now: datetime | None = None
+        self._after_asgi_error = False
+        self._done: list[tuple[int, int, Record]] = []
+        self._arrivals = 0
+        self.unparsed = 0
+
+    def feed(self, line: Line) -> Iterator[Record]:
+        """The records that are complete with ``line``, in the order of their first lines."""
+        for record in self._feed(line):
+            self._arrivals += 1
+            heapq.heappush(self._done, (record.numbers[0], self._arrivals, record))
+        if self._done:
+            yield from self._release()
+
+    def flush(self) -> Iterator[Record]:
+        """The records still open, as at the end of the input or after a silence."""
+        for record in self._close_all():
+            self._arrivals += 1
+            heapq.heappush(self._done, (record.numbers[0], self._arrivals, record))
+        yield from self._release()
+
+    def _release(self) -> Iterator[Record]:
+        """What no open record began before. Many processes at once do not hold it up for ever."""
+        first = min((one.numbers[0] for opened in self._open.values() for one in opened), default=None)
+        while self._done and (first is None or self._done[0][0] <= first or len(self._done) > 256):
+            yield heapq.heappop(self._done)[2]
+
+    def _feed(self, line: Line) -> Iterator[Record]:
+        text = line.text
+        if text[:1] == "{" and (record := self._json(line)) is not None:
+            yield record
+            return
+        match = _PREFIX.search(text)
+        if match is not None and (found := self._lead(text, match.start())) is not None:
+            yield from self._logged_line(line, match, *found)
+            return
+        if (match := _CPP.match(text)) is not None:
+            yield self._cpp(line, match)
+            return
+        if (match := _DASHED.match(text)) is not None:
+            yield self._dashed(line, match)
+            return
+        yield from self._raw_line(line)
+
+    # --- lines a logger wrote ------------------------------------------------------------------
+
+    def _lead(self, text: str, end: int) -> tuple[str, int | None] | None:
+        """Process and pid before the level at ``end``, or None if this is no prefix.
+
+        0.27 writes ``(APIServer pid=1) (Worker pid=2) INFO``: the last one is right.
+        ``VLLM_LOGGING_PREFIX`` stands before (0.32) or after (0.27) the process; it is only
+        trusted when it was there before any request could be. What else may precede is a
+        progress bar that had no newline.
+        """
+        if end == 0:
+            return "", None
+        lead = text[:end]
+        process, pid = "", None
+        if "pid=" in lead:
+            for match in _PROCESS.finditer(lead):
+                process = match[1] if match[2] is None else f"{match[1]}_{match[2]}"
+                pid = int(match[3])
+            lead = _PROCESS.sub("", lead)
+        if not lead or lead.isspace() or lead in self._leads:
+            return process, pid
+        if len(lead) <= 64 and self._logged < 200 and not _UVICORN.match(text):
+            self._leads.add(lead)
+            return process, pid
+        if _PROGRESS.search(lead) and '"' not in lead:
+            return process, pid
+        return None
+
+    def _logged_line(
+        self, line: Line, match: re.Match[str], process: str, pid: int | None
+    ) -> Iterator[Record]:
+        self._logged += 1
+        self._after_asgi_error = False
+        level, month, day, hour, minute, second, path, lineno = match.groups()
+        time = line.time or self._clock.at(month, day, hour, minute, second)
+        file = path.rpartition("/")[2]
+        text = line.text[match.end() :]
+        # vLLM's own clock, not the wrapper's, which differs from line to line of one record
+        key = (level, month, day, hour, minute, second, file, lineno)
+        if pid is not None:
+            self._pids.add((process, str(pid)))
+        # The process name is trusted only where it stands in front, so glue is split off here.
+        if "pid=" in text and file not in USER_TEXT_FILES and (cut := self._glue(text)) is not None:
+            yield from self._append(line, text[:cut], key, time, process, pid)
+            yield from self._feed(Line(line.number, text[cut:], line.time, line.origin, line.carriage_returns))
+            return
+        yield from self._append(line, text, key, time, process, pid)
+
+    def _glue(self, text: str) -> int | None:
+        """Where a second record begins that lost its newline, or None.
+
+        ``…alloc-conf)(APIServer pid=1) ERROR 06-27 09:01:24 [async_llm.py:699] …``: only a
+        process that has written before counts, and never at the start of the text, where the
+        continuation line of a request id would put it.
+        """
+        for match in _GLUED.finditer(text):
+            before = text[: match.start()]
+            if (
+                before.rstrip()
+                and (match[1], match[2]) in self._pids
+                and before.count('"') % 2 == 0
+                and not before.endswith("\\n")
+            ):
+                return match.start()
+        return None
+
+    def _append(
+        self,
+        line: Line,
+        text: str,
+        key: tuple[str, ...],
+        time: datetime | None,
+        process: str,
+        pid: int | None,
+    ) -> Iterator[Record]:
+        level, file = key[0], key[-2]
+        slot = (line.origin, f"{process}:{pid}")
+        opened = self._open.setdefault(slot, [])
+        for one in opened:
+            if one.key == key and not one.closed:
+                one.add(line, text)
+                break
+        else:
+            if pid is not None or (opened and opened[0].key[1:6] != key[1:6]):
+                yield from self._close(opened)
+            elif len(opened) >= _OPEN_BARE:
+                yield opened.pop(0).record()
+            fresh = _Open(process, pid, level, time, file, line.origin, key)
+            fresh.add(line, text)
+            opened.append(fresh)
+        if time is not None and time != self._now:
+            self._now = time
+            yield from self._close_older(time)
+        if len(self._open) > 512:
+            yield from self._close_all()
+
+    # --- other lines ---------------------------------------------------------------------------
+
+    def _json(self, line: Line) -> Record | None:
+        """vLLM 0.32+ ``--logging-config.formatter json``, or a python-json-logger config before."""
+        head = line.text[:400]
+        if '"message"' not in line.text or ('"levelname"' not in head and '"level"' not in head):
+            return None
+        try:
+            raw = json.loads(line.text)
+        except ValueError:
+            return None
+        if not isinstance(raw, dict) or not isinstance(raw.get("message"), str):
+            return None
+        level = str(raw.get("levelname") or raw.get("level") or "").upper()
+        if level not in LEVELS:
+            return None
+        name = str(raw.get("name", ""))
+        text = raw["message"]
+        for extra in ("exc_info", "stack_info"):
+            if isinstance(raw.get(extra), str):
+                text += "\n" + raw[extra]
+        file = "uvicorn" if name.startswith("uvicorn") else f"{name.rpartition('.')[2]}.py"
+        process = raw.get("vllm_process_name") or raw.get("processName") or ""
+        pid = raw.get("process")
+        lines = tuple(text.split("\n"))[:MAX_RECORD_LINES]
+        return Record(
+            str(process)[:80],
+            pid if isinstance(pid, int) else None,
+            level,
+            line.time or _asctime(raw.get("asctime")),
+            file,
+            lines,
+            (line.number,) * len(lines),
+            line.origin,
+        )
+
+    def _cpp(self, line: Line, match: re.Match[str]) -> Record:
+        rank, letter, month, day, hour, minute, second, file = match.groups()
+        time = line.time or self._clock.at(month, day, hour, minute, second)
+        level = {"I": "INFO", "W": "WARNING"}.get(letter, "ERROR")
+        return Record(
+            f"rank{rank}" if rank else "",
+            None,
+            level,
+            time,
+            file,
+            (line.text[match.end() :],),
+            (line.number,),
+            line.origin,
+        )
+
+    def _dashed(self, line: Line, match: re.Match[str]) -> Record:
+        text = line.text[match.end() :]
+        return Record(
+            "",
+            None,
+            match[3],
+            line.time or datetime.fromisoformat(match[1]),
+            f"{match[2]}.py",
+            (text,),
+            (line.number,),
+            line.origin,
+        )
+
+    def _raw_line(self, line: Line) -> Iterator[Record]:
+        """A line without a level: uvicorn, interpreter tracebacks, C++ and kernel messages."""
+        text, process, pid = line.text, "", None
+        if text[:1] == "(":
+            while (match := _PROCESS.match(text)) is not None:
+                process = match[1] if match[2] is None else f"{match[1]}_{match[2]}"
+                pid, text = int(match[3]), text[match.end() :]
+        if (match := _UVICORN.match(text)) is not None:
+            text = text[match.end() :]
+            self._after_asgi_error = text.startswith("Exception in ASGI")
+            cut = _ACCESS_GLUED.search(text)
+            shown = text if cut is None else text[: cut.end()]
+            yield Record(
+                process or "APIServer", pid, match[1], line.time or self._now, "uvicorn",
+                (shown,), (line.number,), line.origin,
+            )  # fmt: skip
+            if cut is not None:
+                yield from self._feed(Line(line.number, text[cut.end() :], line.time, line.origin, line.carriage_returns))
+            return
+        if (match := _RANK.match(text)) is not None:
+            process, text = process or f"rank{match[1]}", text[match.end() :]
+        if not process and self._after_asgi_error:
+            process = "APIServer"  # uvicorn prints the exception of a handler below its own line
+        self.unparsed += 1
+        slot = (line.origin, f"{process}:{pid}:raw")
+        opened = self._open.setdefault(slot, [])
+        if opened and (
+            len(opened[0].lines) >= 400
+            or opened[0].chars > MAX_RECORD_CHARS // 2
+            or _PROCESS_TITLE.fullmatch(text)
+        ):
+            yield from self._close(opened)
+        if not opened:
+            opened.append(
+                _Open(process, pid, "", line.time or self._now, "", line.origin, key=("raw",))
+            )
+        opened[0].lines.append(text)
+        opened[0].numbers.append(line.number)
+        opened[0].chars += len(text)
+
+    # --- closing ---------------------------------------------------------------------------------
+
+    def _close(self, opened: list[_Open]) -> Iterator[Record]:
+        for one in opened:
+            yield one.record()
+        opened.clear()
+
+    def _close_older(self, time: datetime) -> Iterator[Record]:
+        """Close what has been silent while the log's own clock went on."""
+        for slot, opened in list(self._open.items()):
+            seconds = seconds_between(opened[-1].time, time) if opened else None
+            if opened and (opened[-1].time is None or (seconds is not None and seconds > 1)):
+                yield from self._close(opened)
+            if not opened:
+                del self._open[slot]
+
+    def _close_all(self) -> Iterator[Record]:
+        still = [one for opened in self._open.values() for one in opened]
+        self._open.clear()
+        for one in sorted(still, key=lambda each: each.numbers[0]):
+            yield one.record()
+
+
+def seconds_between(earlier: datetime | None, later: datetime | None) -> float | None:
+    """Seconds from ``earlier`` to ``later``; None where one is missing or only one has a zone."""
+    if earlier is None or later is None or (earlier.tzinfo is None) != (later.tzinfo is None):
+        return None
+    return (later - earlier).total_seconds()
+
+
+def _asctime(text: object) -> datetime | None:
+    """``2026-11-01 00:20:00,417``: no zone, so a local time."""
+    try:
+        return datetime.fromisoformat(str(text).replace(",", "."))
+    except ValueError:
+        return None
