@@ -1,0 +1,128 @@
+"""The command line: one small function a command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import __version__
+
+EXIT_OK = 0
+EXIT_INCIDENT = 1
+EXIT_USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code of the contract."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if not hasattr(args, "command"):
+        parser.print_help(sys.stderr)
+        return EXIT_USAGE
+    try:
+        code: int = args.command(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # the reader (head, less) has seen enough; keep the interpreter from complaining at exit
+        sys.stdout = None  # type: ignore[assignment]
+        return EXIT_OK
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-oom-exporter",
+        description="Say why a vLLM server ran out of memory, on what evidence, and what to do.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    analyze = commands.add_parser(
+        "analyze",
+        help="say what happened in the log of a vLLM server",
+        description="Read logs of one vLLM server and say which memory failures are in them. "
+        "Exit code: 0 no incident, 1 at least one, 2 usage or an input that could not be read.",
+    )
+    analyze.add_argument(
+        "files", nargs="*", default=["-"], metavar="FILE",
+        help="log files, .gz too; '-' or nothing reads standard input; several are one history",
+    )  # fmt: skip
+    analyze.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
+    analyze.add_argument(
+        "--bundle", metavar="FILE.zip", type=Path,
+        help="also write an archive to attach to a vLLM issue, with nothing of a user in it",
+    )  # fmt: skip
+    analyze.set_defaults(command=_analyze)
+
+    explain = commands.add_parser(
+        "explain",
+        help="what a class of failure is and what to do about it",
+        description="Explain one class of memory failure, or list them all.",
+    )
+    explain.add_argument("class_id", nargs="?", metavar="CLASS")
+    explain.set_defaults(command=_explain)
+    return parser
+
+
+def _analyze(args: argparse.Namespace) -> int:
+    from .analyze import analyze
+    from .document import document
+    from .report.progress import progress
+    from .report.text import report
+    from .sources.logfile import size_of
+
+    files = list(dict.fromkeys(args.files))
+    sizes = [size_of(one) for one in files]
+    total = None if None in sizes else sum(size or 0 for size in sizes)
+    with progress(total) as advance:
+        result = analyze(files, progress=advance)
+    for problem in result.problems:
+        print(f"vllm-oom-exporter: {problem}", file=sys.stderr)
+    if args.format == "json":
+        json.dump(document(result.history, result.lines, result.bytes), sys.stdout, indent=1)
+        sys.stdout.write("\n")
+    elif result.bytes or len(result.problems) < len(files):
+        sys.stdout.write(report(result))
+    if args.bundle is not None and not _bundle(result, args.bundle):
+        return EXIT_USAGE
+    if result.problems:
+        return EXIT_USAGE
+    return EXIT_INCIDENT if result.history.incidents() else EXIT_OK
+
+
+def _bundle(result: object, path: Path) -> bool:
+    from .analyze import Analysis
+    from .report.bundle import write_bundle
+
+    assert isinstance(result, Analysis)
+    try:
+        write_bundle(result, path)
+    except OSError as error:
+        reason = error.strerror or error
+        print(f"vllm-oom-exporter: --bundle {path}: {reason}; choose a path that can be written", file=sys.stderr)
+        return False
+    print(f"wrote {path}", file=sys.stderr)
+    return True
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from .diagnosis.knowledge import CLASS_IDS
+    from .report.text import class_list, explain
+
+    if args.class_id is None:
+        sys.stdout.write(class_list())
+        return EXIT_OK
+    if args.class_id not in CLASS_IDS:
+        print(
+            f"vllm-oom-exporter: explain: {args.class_id!r} is not a class; "
+            "'vllm-oom-exporter explain' lists them",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
+    sys.stdout.write(explain(args.class_id))
+    return EXIT_OK
