@@ -52,7 +52,8 @@ class Record:
     """One log call of one process: its prefix once, and the text of its lines.
 
     ``level`` is empty for lines that no logger wrote (interpreter tracebacks, C++ warnings).
-    ``file`` is the base name as logged (``core.py``); ``numbers`` parallels ``lines``.
+    ``file`` is the base name as logged (``core.py``); ``numbers`` parallels ``lines``. ``timed``
+    is false where ``time`` is borrowed from an earlier line, so the record is not older than it.
     """
 
     process: str
@@ -63,6 +64,7 @@ class Record:
     lines: tuple[str, ...]
     numbers: tuple[int, ...]
     origin: str = ""
+    timed: bool = True
 
     @property
     def head(self) -> str:

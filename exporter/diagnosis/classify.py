@@ -47,8 +47,10 @@ def classify(
             Evidence(rule.id, one.id, rule.weight, fill(rule.says, {**features, **facts}), _line_of(rule, case))
             for rule in met
         ]
-    ranking = sorted(scores.items(), key=lambda item: -item[1])
-    best, confidence = _decide(ranking, groups_of, evidence)
+    # a message that names its cause decides; where the failing call stood is then beside the point
+    exact = {e.favours for e in evidence if e.weight >= _EXACT}
+    ranking = sorted(scores.items(), key=lambda item: (item[0] not in exact, -item[1]))
+    best, confidence = _decide(ranking, groups_of, exact)
     positive = [(one, round(score, 2)) for one, score in ranking if score > 0]
     shown = {one for one, _ in positive[:3]} | {best}
     kept = sorted(
@@ -59,8 +61,10 @@ def classify(
 
 
 def _decide(
-    ranking: list[tuple[str, float]], groups_of: Mapping[str, set[str]], evidence: list[Evidence]
+    ranking: list[tuple[str, float]], groups_of: Mapping[str, set[str]], exact: set[str]
 ) -> tuple[str, Confidence]:
+    if exact:
+        ranking = [item for item in ranking if item[0] in exact]
     if not ranking or ranking[0][1] < ENOUGH:
         return "unknown", Confidence.INSUFFICIENT
     best, score = ranking[0]
@@ -87,6 +91,9 @@ def _line_of(rule: EvidenceRule, case: Case) -> int | None:
     return None
 
 
+_PERCENT = frozenset({"kv_cache_usage", "step_fill", "prefill_share"})
+
+
 class _Formatter(string.Formatter):
     """Sizes as ``3.83 GiB``, ratios with two digits, what is not known as ``?``."""
 
@@ -98,6 +105,8 @@ class _Formatter(string.Formatter):
             return ", ".join(sorted(str(one) for one in value))
         if str(key).endswith("_bytes"):
             return human(value)
+        if str(key) in _PERCENT and isinstance(value, int | float):
+            return f"{value:.0%}" if value >= 0.1 else f"{value:.1%}"
         if isinstance(value, float):
             return f"{value:.2f}".rstrip("0").rstrip(".")
         return str(value)

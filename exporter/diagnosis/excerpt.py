@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from ..vllm.traceback import passes_on
 from ..records import Dump, Failure, Frame, Record, Terminal
 from .incident import Case
 
@@ -56,7 +57,7 @@ def _prefix(record: Record) -> str:
 
 def _failure(failure: Failure) -> list[tuple[int, str]]:
     prefix = _prefix(failure.record)
-    frames = [f for f in failure.frames if f.path.startswith(_KNOWN_PATHS)]
+    frames = [f for f in failure.frames if f.path.startswith(_KNOWN_PATHS) and not passes_on(f)]
     lines = []
     if len(frames) > _MAX_FRAMES:
         lines.append(f"  … {len(frames) - _MAX_FRAMES} frames")

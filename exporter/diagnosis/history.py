@@ -44,8 +44,9 @@ class History:
 
     def feed(self, record: Record) -> None:
         """Take in one record."""
-        for case in self._incidents.tick(record.time):
-            self._freeze(case)
+        if record.timed:
+            for case in self._incidents.tick(record.time):
+                self._freeze(case)
         self._incidents.seen_record()
         for signal in signals(record):
             before = len(self.lives.all)

@@ -22,11 +22,12 @@ _DUMP_SECONDS = 5.0
 _HANG_SECONDS = 900.0  # one rank fails, the others notice after execute_model's timeout (300 s)
 
 # Wordings that explain another one of the same failure, whichever comes first.
-_EXPLAINING = ("sampler_warmup", "pooler_warmup", "load_failed")
+_EXPLAINING = ("sampler_warmup", "pooler_warmup", "load_failed", "oom_killer", "ray_memory_pressure")
 _STARTUP_KINDS = frozenset(
     "kv_no_room kv_below_max_len startup_free host_kv load_failed sampler_warmup pooler_warmup "
     "profiling_error".split()
 )
+_DEVICE_KINDS = frozenset("allocator driver cublas fraction masked warning_then_failure".split())
 _SERVING_KINDS = frozenset({"workspace_locked", "cumem"})
 _STARTUP_STAGES = frozenset({"device_init", "weights", "profile", "kv_allocation", "warmup", "capture"})
 _SERVING_STAGES = frozenset({"step", "sampling", "utility", "wake"})
@@ -130,7 +131,7 @@ class Case:
             return found
         mark, record = self.progress
         gap = seconds_between(record.time, self.time)
-        if gap is None or not 0 <= gap <= 300 or self.first.kind in _STARTUP_KINDS:
+        if gap is None or not 0 <= gap <= 300 or self.first.kind not in _DEVICE_KINDS:
             return None
         return {"loading": "weights", "capturing": "capture"}.get(mark)
 
@@ -172,6 +173,11 @@ def _says_fatal(terminal: Terminal) -> bool:
     return not terminal.record.head.startswith("EngineCore hit an exception")
 
 
+def _gap(case: Case, record: Record) -> float | None:
+    """Seconds since the last line of ``case``; None where either has no clock of its own."""
+    return seconds_between(case.last_time, record.time) if record.timed else None
+
+
 class Incidents:
     """Puts signals together into cases. ``near_misses`` counts retries that were survived."""
 
@@ -192,6 +198,8 @@ class Incidents:
         case = self._open()
         if case is None:
             return
+        if case.last_time is None:
+            case.last_time = time  # only lines without a clock so far: this is the next one seen
         gap = seconds_between(case.last_time, time)
         if gap is not None and gap > SETTLE_SECONDS:
             case.settled = True
@@ -262,7 +270,7 @@ class Incidents:
         case.failures.append(failure)
         self._touch(case, failure.record)
         self._claim_warning(case, failure)
-        if failure.kind in ("allocator", "driver", "cublas", "fraction", "masked"):
+        if failure.kind in _DEVICE_KINDS:
             life.fingerprint["error"] = True
 
     def _case_of(self, failure: Failure, life: Life) -> Case | None:
@@ -270,7 +278,7 @@ class Incidents:
         case = self.cases[-1] if self.cases else None
         if case is None or case.life is not life:
             return None
-        gap = seconds_between(case.last_time, failure.record.time)
+        gap = _gap(case, failure.record)
         if not case.settled and (gap is None or gap <= SETTLE_SECONDS):
             return case
         if case.ended:
@@ -335,7 +343,7 @@ class Incidents:
     def _dumped(self, dump: Dump, life: Life) -> None:
         case = self.cases[-1] if self.cases else None
         if case is not None and case.life is life and dump.part not in case.dump and not case.survived:
-            gap = seconds_between(case.last_time, dump.record.time)
+            gap = _gap(case, dump.record)
             if not case.settled or gap is None or gap <= _HANG_SECONDS:
                 case.dump[dump.part] = dump
                 self._touch(case, dump.record)
@@ -347,7 +355,7 @@ class Incidents:
     def _ended(self, terminal: Terminal, life: Life) -> None:
         case = self.cases[-1] if self.cases else None
         if case is not None and case.life is life:
-            gap = seconds_between(case.last_time, terminal.record.time)
+            gap = _gap(case, terminal.record)
             outlived = case.survived and (terminal.kind == "dead" or (gap or 0) > SETTLE_SECONDS)
             if not outlived and (case.ended or gap is None or gap <= _HANG_SECONDS):
                 case.terminals.append(terminal)
@@ -359,12 +367,12 @@ class Incidents:
 
     @staticmethod
     def _touch(case: Case, record: Record) -> None:
-        if record.time is not None and (
+        if record.timed and record.time is not None and (
             case.last_time is None or (seconds_between(case.last_time, record.time) or 0) > 0
         ):
             case.last_time = record.time
 
     @staticmethod
     def _close(earlier: Record, later: Record, seconds: float) -> bool:
-        gap = seconds_between(earlier.time, later.time)
+        gap = seconds_between(earlier.time, later.time) if earlier.timed and later.timed else None
         return gap is None or abs(gap) <= seconds

@@ -111,6 +111,7 @@ class _Open:
     chars: int = 0
     first_returns: int = 0
     closed: bool = False
+    timed: bool = True
 
     def add(self, line: Line, text: str) -> None:
         if not self.lines:
@@ -132,6 +133,7 @@ class _Open:
             tuple(self.lines),
             tuple(self.numbers),
             self.origin,
+            self.timed,
         )
 
 
@@ -362,7 +364,7 @@ class LogParser:
             shown = text if cut is None else text[: cut.end()]
             yield Record(
                 process or "APIServer", pid, match[1], line.time or self._now, "uvicorn",
-                (shown,), (line.number,), line.origin,
+                (shown,), (line.number,), line.origin, line.time is not None,
             )  # fmt: skip
             if cut is not None:
                 yield from self._feed(Line(line.number, text[cut.end() :], line.time, line.origin, line.carriage_returns))
@@ -382,7 +384,10 @@ class LogParser:
             yield from self._close(opened)
         if not opened:
             opened.append(
-                _Open(process, pid, "", line.time or self._now, "", line.origin, key=("raw",))
+                _Open(
+                    process, pid, "", line.time or self._now, "", line.origin, key=("raw",),
+                    timed=line.time is not None,
+                )  # fmt: skip
             )
         opened[0].lines.append(text)
         opened[0].numbers.append(line.number)

@@ -157,9 +157,9 @@ def _exceptions(record: Record, lines: Sequence[str], offset: int) -> Iterator[S
             continue
         if name == "RuntimeError" and (procs := _FAILED_PROCS.search(raised.message)) is not None:
             # RuntimeError: Engine core initialization failed. … Failed core proc(s): {'EngineCore_DP0': -9}
-            yield Terminal("start_failed", record)
             if re.search(r": -9\b", procs[1]):
                 yield _killed(record, raised.index + offset, -9)
+            yield Terminal("start_failed", record)
             continue
         found = match(raised.message)
         if found is None and name == "MemoryError":
@@ -258,11 +258,13 @@ def _terminals(record: Record) -> Iterator[Signal]:
     if (found := _DIED.match(head)) is not None:
         # "(exit code: None)" also follows ordinary start-up failures and proves nothing
         code = found[1] or found[2]
-        yield Terminal("dead", record)
         if code == "-9":
             yield _killed(record, 0, -9)
+        yield Terminal("dead", record)
     if record.level == "":
         for text in record.lines[1:]:
             text = text.strip().removeprefix("-> ")
             if text.startswith(("EngineCore encountered a fatal error", "EngineCore failed to start")):
                 yield Terminal("fatal" if "fatal" in text else "start_failed", record)
+            elif text.startswith("vllm.v1.engine.exceptions.EngineDeadError: "):
+                yield Terminal("dead", record)

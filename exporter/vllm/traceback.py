@@ -319,11 +319,16 @@ _PASSING = re.compile(
 _MODEL_RUNNER = re.compile(r"(?:v1/)?worker/")
 
 
+def passes_on(frame: Frame) -> bool:
+    """Whether ``frame`` only passes a call on."""
+    return _PASSING.match(frame.path) is not None
+
+
 def operation_of(frame: Frame) -> str | None:
     """What ``frame`` computes, or None where it only passes a call on."""
     if frame.function in _OPERATION_FUNCTIONS:
         return _OPERATION_FUNCTIONS[frame.function]
-    if _PASSING.match(frame.path):
+    if passes_on(frame):
         return None
     where = f"{frame.path}:{frame.function}"
     if _MODEL_RUNNER.search(frame.path) and "lora" not in frame.path and "connector" not in frame.path:
@@ -336,7 +341,10 @@ def operation_of(frame: Frame) -> str | None:
 
 # Inner helpers whose meaning is what called them: compute_logprobs for prompt logprobs, the
 # linear layer of an encoder or an adapter, a kernel of an attention backend.
-_OUTRANKS = ("prompt_logprobs", "encoder", "lora", "moe", "spec_decode", "kv_transfer", "context_attention", "linear_attention")
+_OUTRANKS = (
+    "prompt_logprobs", "encoder", "lora", "moe", "spec_decode", "kv_transfer", "context_attention",
+    "linear_attention", "sampler", "logits",
+)  # fmt: skip
 _GENERIC = frozenset({"mlp", "forward", "compiled", "attention", "logits", "sampler", "embedding", "nccl", "pooling", "moe"})
 
 
