@@ -2,6 +2,7 @@
 
 Nothing here reads, parses or decides. All types are frozen, so that a signal handed on
 cannot change behind the back of whoever kept it; only ``Life`` grows, because a server does.
+``Line`` and ``Frame`` are tuples: they are made by the million.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from typing import NamedTuple
 
 Facts = dict[str, object]
 
@@ -30,8 +32,7 @@ class Confidence(StrEnum):
     CONFIRMED = "confirmed"
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """One physical line, taken out of its container's wrapper.
 
     ``number`` counts from 1 in its input. ``time`` is set only where the wrapper carries one
@@ -75,8 +76,7 @@ class Record:
 # --- signals: what one record tells -------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """One line of a traceback. ``path`` starts at the package (``vllm/…``) where it can."""
 
     path: str

@@ -13,7 +13,10 @@ from .incident import Case
 from .knowledge import FailureClass, holds
 
 _BUDGET_CLASSES = frozenset(
-    {"prefill_budget", "context_workspace", "moe_workspace", "prompt_logprobs", "profile_run", "lora"}
+    {
+        "prefill_budget", "context_workspace", "moe_workspace", "prompt_logprobs", "profile_run", "lora",
+        "multimodal_encoder", "fragmentation",
+    }  # fmt: skip
 )
 _SAFETY = 0.8  # later tensors of the step, 2 MiB rounding, fragmentation, rank differences
 
@@ -60,14 +63,15 @@ def _power_of_two(value: int) -> int:
     return 1 << max(0, value.bit_length() - 1)
 
 
-def numbers(case: Case, facts: Facts, class_id: str) -> tuple[dict[str, int | float], str | None]:
+def numbers(case: Case, facts: Facts, features: Facts, class_id: str) -> tuple[dict[str, int | float], str | None]:
     """Every number that remedies may name, as far as it can be computed, and why the budget is what it is."""
     result: dict[str, int | float] = {}
     recommended, because = recommended_budget(case, facts, class_id)
     if recommended is not None:
         result["recommended_max_num_batched_tokens"] = recommended
     pool = memory_of(case.life).get("kv_cache_bytes")
-    if pool is not None and pool > 0:
+    # on a device that shares its memory with the host, a pinned pool starves the host (MiaAI #10)
+    if pool is not None and pool > 0 and not features.get("unified_device"):
         result["pin_kv_cache_bytes"] = pool
     before = budget(case.previous) if case.previous else None
     if before is not None and before != budget(case.life):
@@ -76,7 +80,7 @@ def numbers(case: Case, facts: Facts, class_id: str) -> tuple[dict[str, int | fl
     if isinstance(tried, int) and isinstance(free, int) and tried > free:
         result["shortage_bytes"] = tried - free
         used = case.life.settings.get("gpu_memory_utilization", _default_utilization(case.life))
-        if isinstance(total, int) and isinstance(used, int | float) and 0 < used <= 1:
+        if isinstance(total, int) and isinstance(used, int | float) and 0 < used <= 1 and not features.get("kv_pinned"):
             margin = (tried - free + (1 << 30)) / total
             lowered = math.floor((used - margin) * 100) / 100
             if lowered >= 0.3:
@@ -99,7 +103,7 @@ def _default_utilization(life: Life) -> float:
 
 def advise(case: Case, facts: Facts, features: Facts, one: FailureClass) -> Advice:
     """Remedies that apply, dead ends, and how to confirm, with the numbers filled in."""
-    found, because = numbers(case, facts, one.id)
+    found, because = numbers(case, facts, features, one.id)
     values: dict[str, object] = {**features, **facts, **found}
     remedies = tuple(
         Remedy(

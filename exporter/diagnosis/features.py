@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from ..records import Facts, Life, NearMiss
@@ -68,6 +69,7 @@ def features(case: Case, shown: Facts) -> Facts:
         "kv_pinned": _pinned(case.life),
         "chunked_prefill": settings.get("enable_chunked_prefill"),
         "kv_connector": settings.get("kv_connector"),
+        "unified_device": _unified(settings, shown) or None,
         "vllm_at_least": version_number(shown.get("vllm_version")),
         "asleep": case.asleep_before or None,
         "near_misses": len(case.history) or None,
@@ -85,6 +87,16 @@ def features(case: Case, shown: Facts) -> Facts:
 def _number(facts: Facts, name: str) -> int | None:
     value = facts.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+_UNIFIED_NAME = re.compile(r"GB10|Orin|Thor|Jetson", re.IGNORECASE)
+
+
+def _unified(settings: Facts, shown: Facts) -> bool:
+    """GB10 and Jetson Thor show 119 to 123 GiB, which no card with memory of its own does."""
+    total = _number(shown, "total_bytes")
+    by_size = total is not None and 115 << 30 <= total <= 125 << 30
+    return by_size or _UNIFIED_NAME.search(str(settings.get("device_name", ""))) is not None
 
 
 def _pinned(life: Life) -> bool | None:

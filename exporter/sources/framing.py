@@ -122,9 +122,14 @@ class Framing:
         return bool(self._pending)
 
 
+_BARE = frozenset(("(", " ", ""))  # no wrapper but Ray's begins so
+
+
 def _unwrap(line: Line) -> tuple[Line, str, bool]:
     """``line`` without its wrappers, the stream it belongs to, and whether it is a piece."""
     text, time, origin, returns = line.text, line.time, line.origin, line.carriage_returns
+    if text[:1] in _BARE and "\x1b" not in text and ", ip=" not in text[:80]:
+        return line, "", False
     stream, partial = "", False
     if "\x1b" in text or "#033" in text:
         text = clean(text)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 
 from .framing import CRI, DOCKER, MAX_LINE, Wrapper, wrapper_of
@@ -30,16 +31,15 @@ BLOCK = 256 << 10
 CONTEXT = 192 << 10  # tracebacks of eight ranks, interleaved, before the first message
 HOT = 64 << 10
 
-# Every signal of the parser needs one of these in its record, or near it.
+# Every failure, and the start of every life, has one of these in its lines; what always stands
+# near one of them needs no word of its own. Fewer and longer words make a faster scan.
 WAKE = (
-    b"emory", b"OutOfMem", b"OOM", b"llocate", b"ALLOC_FAILED", b"NO_MEMORY", b"OUT_OF_RES",
-    b"bad_alloc", b"max_num_batched_tokens", b"Initializing a", b"args: ", b"server version",
-    b"  version ", b"startup complete", b"Starting vLLM", b"to load model", b"fatal error",
-    b"EngineDead", b"failed to start", b"initialization failed", b"unexpectedly", b"died, exit",
-    b"already dead", b"errored already", b"task failed", b"hit an exception", b"while running API",
-    b"method failed", b"processing request", b"Dumping ", b"SchedulerOutput(", b"SchedulerStats(",
-    b"Workspace is locked", b"aten::", b"cache size", b" blocks: ", b"apturing", b"shutdown trigger",
-    b"Shutting down", b"wake up tags", b"max model len", b"CUDA out of",
+    b"emory",  # out of memory, OutOfMemoryError, KV cache memory, gpu_memory_utilization, …
+    b"max_num_batched_tokens", b"Initializing a", b"startup complete", b"Shutting down", b"wake up tags",
+    b"fatal error", b"EngineDead", b"failed to start", b"core proc", b"died unexpectedly", b"died, exit",
+    b"CUDA out of", b"Workspace is locked", b"dispatcher( \"aten::", b"dispatcher(\"aten::",
+    b"_ALLOC_FAILED", b"NV_ERR_NO_MEMORY", b"ERROR_OUT_OF_RESOURCES", b"std::bad_alloc", b"PT_DEVMEM",
+    b"NvMapMemAlloc", b"signal SIGKILL", b"Killed",
 )  # fmt: skip
 _WAKE = re.compile(b"|".join(re.escape(word) for word in WAKE))
 _SMALL = 4096
@@ -51,7 +51,7 @@ _GLUED_TO = re.compile(
     rb"(?:.{0,80}\) )?INFO(?:: {2,}[^\n]*?\" \d{3}[ \w-]*+|.{14,60}?(?:loggers|metrics)\.py:\d+\] [^(\n]*+)\([\w.-]+ pid=\d+\) ERROR \d\d-"
 )
 _STEP = (
-    rb"Iteration\(\d++\): \d++ context requests, (\d++) context tokens, "
+    rb"\d*+\): \d++ context requests, (\d++) context tokens, "
     rb"\d++ generation requests, (\d++) generation tokens[^\n]*+\n"
 )
 # {"asctime": "2026-11-30 17:18:52,772", "levelname": "INFO", "name": "uvicorn.access", …
@@ -62,29 +62,71 @@ _SKIP_JSON = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the prefixes of a block look like; it makes the skip list exact and so quick."""
+
+    wrapper: Wrapper
+    coloured: bool
+    folders: bool  # VLLM_LOGGING_LEVEL=DEBUG writes [v1/engine/core.py:280]
+
+    @classmethod
+    def of(cls, data: bytes) -> Shape:
+        """The shape of the first lines of ``data``."""
+        head = data[:4096].lstrip(b"\n")
+        return cls(
+            wrapper_of(head), b"\x1b[" in head or b"u001b[" in head, _FOLDERS.search(head) is not None
+        )
+
+
+_FOLDERS = re.compile(rb"\[(?:[\w.]+/)+\w+\.py:\d+\]")
+
+
+@dataclass(frozen=True, slots=True)
+class _Patterns:
+    """For one shape: lines to look at, without or with the iteration lines, and those alone.
+
+    The first two match the newline before such a line; the third has the line and its tokens.
+    """
+
+    looked_at: re.Pattern[bytes]
+    but_iterations: re.Pattern[bytes]
+    iterations: re.Pattern[bytes]
+
+
 @cache
-def _patterns(wrapper: Wrapper, coloured: bool) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
-    """Lines to look at (the match ends where one begins), and iteration lines, in ``wrapper``."""
-    colour = _COLOURED if coloured else b""
+def _patterns(shape: Shape) -> _Patterns:
+    colour = _COLOURED if shape.coloured else b""
+    folders = rb"(?:[\w.]++/)*+" if shape.folders else b""
+    start = shape.wrapper.fast + colour
     process = rb"\([\w.-]++ pid=\d++\)" + colour + rb" " + colour
-    clock = colour + rb" " + colour + rb"[ \d:-]{14}" + colour + rb" " + colour + rb"\[?(?:[\w.]++/)*+"
+    clock = colour + rb" " + colour + rb"[ \d:-]{14}" + colour + rb" " + colour + rb"\[?" + folders
     lineno = rb"\.py:\d++\]" + colour + rb" "
-    engine = rb"(?:Engine \d++|\d++ Engines Aggregated): "
-    step = rb"INFO" + clock + rb"(?:loggers|core)" + lineno + rb"(?:Engine \d++: )?+" + _STEP
     quiet = (
         rb"(?:request_logger\.py:|async_llm\.py:|logger\.py:|async_llm_engine\.py:"
-        + rb"|loggers" + lineno + engine + rb"(?:Avg |Iteration\(\d)|metrics" + lineno + rb"Avg "
-        + rb"|core" + lineno + rb"Iteration\(\d|launcher" + lineno + rb"Route: )"
+        + rb"|loggers" + lineno + rb"(?:Engine \d++|\d++ Engines Aggregated): Avg |metrics" + lineno + rb"Avg "
+        + rb"|launcher" + lineno + rb"Route: )"
     )  # fmt: skip
     logged = (
         rb"(?:INFO" + clock + quiet
         + rb"|DEBUG" + clock + rb"(?!(?:gpu_worker|worker|mem_utils|utils|arg_utils)\.py:)[\w.]++:\d++\])"
     )  # fmt: skip
-    access = rb"INFO: {2,}[\da-fA-F.:\[\]]++ - \\?\""
-    skip = wrapper.fast + colour + rb"(?:" + access + rb"|" + process + rb"(?:" + logged + rb"|" + access + rb")|" + logged + rb")"
-    skip += rb"|" + wrapper.fast + _SKIP_JSON
-    step = wrapper.fast + colour + rb"(?:" + process + rb")?+" + step
-    return re.compile(rb"\n(?!" + skip + rb")"), re.compile(rb"\n(" + step + rb")")
+    access = rb"INFO: {5}[\d\[]"  # then the client's address
+    skip = start + rb"(?:" + access + rb"|" + process + rb"(?:" + logged + rb"|" + access + rb")|" + logged + rb")"
+    skip += rb"|" + shape.wrapper.fast + _SKIP_JSON
+    step = (
+        start + rb"(?:" + process + rb")?+INFO" + clock + rb"(?:loggers|core)" + lineno
+        + rb"(?:Engine \d++: )?+Iteration\(\d"
+    )  # fmt: skip
+    return _Patterns(
+        re.compile(rb"\n(?!" + skip + rb")"),
+        re.compile(rb"\n(?!" + skip + rb"|" + step + rb")"),
+        re.compile(rb"\n(" + step + _STEP + rb")"),
+    )
+
+
+_Run = tuple[int, int, bool]
+"""A stretch of lines: begin, end, and whether to give it out whatever it holds."""
 
 
 class Scanner:
@@ -99,13 +141,14 @@ class Scanner:
         self.bytes = 0
         self.truncated = 0
         self._carry = b""
-        self._cut: bytes | None = None
+        self._cut = b""
         self._context: deque[tuple[int, bytes, re.Pattern[bytes] | None]] = deque()
         self._context_bytes = 0
-        self._hot = 0
+        self._hot = HOT  # the beginning of a log is read whole: excerpts are short
         self._pieces = False
-        self._largest = 0
         self._noisy = False
+        self._iterating = False
+        self._largest = 0
 
     def feed(self, block: bytes) -> Iterator[tuple[int, bytes]]:
         """Lines (their number and their bytes without newline) that ``block`` completes."""
@@ -114,121 +157,105 @@ class Scanner:
         if end == 0:
             self._keep(block)
             return
-        data = self._start(block[:end])
-        self._carry = block[end:]
-        yield from self._scan(data)
+        # one copy a block: passes over memory are what the time goes into
+        text = b"".join((b"\n", self._cut, self._carry, memoryview(block)[:end]))
+        self._carry, self._cut = block[end:], b""
+        yield from self._scan(text)
 
     def finish(self) -> Iterator[tuple[int, bytes]]:
         """What remains when the input has ended: a last line without a newline."""
-        if self._carry or self._cut is not None:
-            data = self._start(b"\n")
-            self._carry = b""
-            yield from self._scan(data)
+        if self._carry or self._cut:
+            yield from self.feed(b"\n")
+            self.bytes -= 1
 
     def _keep(self, block: bytes) -> None:
         """A line that does not end yet: of an endless one only head and tail stay."""
         self._carry += block
         if len(self._carry) > 2 * MAX_LINE:
-            if self._cut is None:
+            if not self._cut:
                 self._cut = self._carry[: MAX_LINE // 2]
                 self.truncated += 1
             self._carry = self._carry[-(MAX_LINE // 4) :]
 
-    def _start(self, data: bytes) -> bytes:
-        if self._cut is not None:
-            data, self._cut = self._cut + self._carry + data, None
-        elif self._carry:
-            data = self._carry + data
-        return data
-
-    def _scan(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        wrapper = wrapper_of(data[:400])
-        if self._in_pieces(wrapper, data):
+    def _scan(self, text: bytes) -> Iterator[tuple[int, bytes]]:
+        """``text`` begins with a newline that is not of the log, so that every line follows one."""
+        shape = Shape.of(text)
+        patterns = _patterns(shape)
+        if self._in_pieces(shape.wrapper, text):
             # the end of a cut line may look like anything; only joining the pieces tells
-            yield from self._give(self.lines + 1, data)
-            self.lines += data.count(b"\n")
-            self._hot = 0
-            return
-        looked_at, iterations = _patterns(wrapper, b"\x1b[" in data[:4096] or b"u001b[" in data[:4096])
-        if self._noisy and not any(word in data for word in WAKE):
+            runs = [(1, len(text), True)]
+            if _WAKE.search(text) is not None:
+                for number, run in self._remembered():
+                    yield from self._give(number, run)
+            self._forget()
+        elif self._noisy and not any(word in text for word in WAKE):
             # most lines would be looked at, and none can matter
             self._hot = 0
-            self._set_aside(self.lines + 1, data, looked_at)
-            self.lines += data.count(b"\n")
-            return
-        runs = self._runs(b"\n" + data, looked_at)
-        self._noisy = sum(end - begin for begin, end, _ in runs) * 2 > len(data)
-        if b"Iteration(" in data:
-            runs = sorted(runs + self._iterations(b"\n" + data, iterations))
-        if not self._noisy and _GLUE in data:
-            runs = sorted(runs + _glued(data))
-        if not runs:
-            self.lines += data.count(b"\n")
-            return
-        yield from self._wake(data, runs)
+            self._set_aside(self.lines + 1, text[1:], patterns.looked_at)
+            runs = []
+        else:
+            runs = self._runs(text, patterns)
+        if runs:
+            yield from self._wake(text, runs)
+        else:
+            self.lines += text.count(b"\n") - 1
 
-    def _in_pieces(self, wrapper: Wrapper, data: bytes) -> bool:
+    def _in_pieces(self, wrapper: Wrapper, text: bytes) -> bool:
         """Whether a runtime cut a line of this block, or of the last one without its end."""
         was = self._pieces
         if wrapper is CRI:
-            found = b" stdout P" in data or b" stderr P" in data
+            found = b" stdout P" in text or b" stderr P" in text
             if found or was:
-                last = data[data.rfind(b"\n", 0, len(data) - 1) + 1 :][:80]
+                last = text[text.rfind(b"\n", 0, len(text) - 1) + 1 :][:80]
                 self._pieces = b" stdout P" in last or b" stderr P" in last
             return found or was
         if wrapper is DOCKER:
-            ended = data.count(b'\\n","') + data.count(b'\\n", "') + data.count(b'\\n"}')
-            found = ended < data.count(b"\n")
-            self._pieces = found
-            return found or was
+            ended = text.count(b'\\n","') + text.count(b'\\n", "') + text.count(b'\\n"}')
+            self._pieces = ended < text.count(b"\n") - 1
+            return self._pieces or was
         self._pieces = False
         return was
 
-    @staticmethod
-    def _runs(data: bytes, looked_at: re.Pattern[bytes]) -> list[tuple[int, int, bool]]:
-        """Stretches of lines to look at, as offsets into ``data`` without its first byte."""
-        runs: list[tuple[int, int, bool]] = []
-        size = len(data)
-        begin = end = -1
-        for match in looked_at.finditer(data):
-            start = match.end()
-            if start >= size:
-                break
-            if start != end:
-                if begin >= 0:
-                    runs.append((begin - 1, end - 1, False))
-                begin = start
-            end = data.find(b"\n", start) + 1
-        if begin >= 0:
-            runs.append((begin - 1, end - 1, False))
+    def _runs(self, text: bytes, patterns: _Patterns) -> list[_Run]:
+        """Stretches of lines to look at."""
+        runs = _stretches(text, patterns.but_iterations if self._iterating else patterns.looked_at)
+        self._noisy = sum(end - begin for begin, end, _ in runs) * 2 > len(text)
+        if self._iterating or (self._noisy and b": Iteration(" in text[:4096]):
+            steps = list(patterns.iterations.finditer(text))
+            if not self._iterating:
+                runs = _stretches(text, patterns.but_iterations)
+            self._iterating = bool(steps)
+            runs = sorted(runs + self._records(steps))
+        if runs and not self._noisy:
+            glued = _glued(text)
+            runs = sorted(runs + glued) if glued else runs
         return runs
 
-    def _iterations(self, data: bytes, pattern: re.Pattern[bytes]) -> list[tuple[int, int, bool]]:
-        """Iteration lines that set a record. Only the largest step of a life is asked for."""
+    def _records(self, steps: list[re.Match[bytes]]) -> list[_Run]:
+        """Iteration lines that set a record: only the largest step of a life is asked for."""
         runs = []
-        for match in pattern.finditer(data):
+        for match in steps:
             tokens = int(match[2]) + int(match[3])
             if tokens > self._largest:
                 self._largest = tokens
-                runs.append((match.start(1) - 1, match.end(1) - 1, True))
+                runs.append((match.start(1), match.end(1), True))
         return runs
 
-    def _wake(self, data: bytes, runs: list[tuple[int, int, bool]]) -> Iterator[tuple[int, bytes]]:
+    def _wake(self, text: bytes, runs: list[_Run]) -> Iterator[tuple[int, bytes]]:
         """Give out lines around words that matter; keep the others aside."""
-        quiet = self._hot <= 0 and not any(given for _, _, given in runs) and not _has_word(data, runs)
-        at, number = 0, self.lines + 1
+        quiet = self._hot <= 0 and not _has_word(text, runs)
+        at, number = 1, self.lines + 1
         for begin, end, given in runs:
-            number += data.count(b"\n", at, begin)
+            number += text.count(b"\n", at, begin)
             at = begin
             if given:
-                yield from self._give(number, data[begin:end])
-                continue
-            if quiet:
-                self._set_aside(number, data[begin:end])
-                continue
-            for start, run in self._awake(data[begin:end], number):
-                yield from self._give(start, run)
-        self.lines = number - 1 + data.count(b"\n", at)
+                yield from self._give(number, text[begin:end])
+            elif quiet:
+                self._set_aside(number, text[begin:end])
+            else:
+                for start, run in self._awake(text[begin:end], number):
+                    yield from self._give(start, run)
+        self.lines = number - 1 + text.count(b"\n", at)
 
     def _awake(self, run: bytes, number: int) -> Iterator[tuple[int, bytes]]:
         """The parts of one run to give out, with the context before them."""
@@ -237,8 +264,9 @@ class Scanner:
             if self._hot > 0:
                 cut = run.find(b"\n", min(len(run) - 1, at + self._hot)) + 1 or len(run)
                 self._hot -= cut - at
-                if _WAKE.search(run, at, cut) is not None:
-                    self._hot, self._largest = HOT, 0
+                self._largest = 0  # a new life may begin here
+                if self._hot < HOT // 2 and _WAKE.search(run, at, cut) is not None:
+                    self._hot = HOT
                 yield number, run[at:cut]
                 number += run.count(b"\n", at, cut)
                 at = cut
@@ -248,11 +276,9 @@ class Scanner:
                 self._set_aside(number, run[at:])
                 return
             begin = run.rfind(b"\n", at, max(at, found.start() - CONTEXT)) + 1 or at
-            if begin > at:
-                self._forget()
-            else:
+            if begin == at:
                 yield from self._remembered()
-                self._forget()
+            self._forget()
             number += run.count(b"\n", at, begin)
             at, self._hot = begin, found.end() - begin + HOT
 
@@ -273,11 +299,11 @@ class Scanner:
             if looked_at is None:
                 yield number, run
                 continue
-            at = 0
-            for begin, end, _ in self._runs(b"\n" + run, looked_at):
-                number += run.count(b"\n", at, begin)
+            text, at = b"\n" + run, 1
+            for begin, end, _ in _stretches(text, looked_at):
+                number += text.count(b"\n", at, begin)
                 at = begin
-                yield number, run[begin:end]
+                yield number, text[begin:end]
 
     def _forget(self) -> None:
         self._context.clear()
@@ -291,22 +317,40 @@ class Scanner:
         yield from enumerate(lines, number)
 
 
-def _glued(data: bytes) -> list[tuple[int, int, bool]]:
+def _stretches(text: bytes, looked_at: re.Pattern[bytes]) -> list[_Run]:
+    """Where lines to look at stand together."""
+    runs: list[_Run] = []
+    begin = end = -1
+    for match in looked_at.finditer(text):
+        start = match.end()
+        if start >= len(text):
+            break
+        if start != end:
+            if begin >= 0:
+                runs.append((begin, end, False))
+            begin = start
+        end = text.find(b"\n", start) + 1
+    if begin >= 0:
+        runs.append((begin, end, False))
+    return runs
+
+
+def _glued(text: bytes) -> list[_Run]:
     """Skipped lines behind which an ERROR record lost its newline."""
-    found = []
-    at = data.find(_GLUE)
+    found: list[_Run] = []
+    at = text.find(_GLUE)
     while at >= 0:
-        begin = data.rfind(b"\n", 0, at) + 1
-        end = data.find(b"\n", at) + 1
-        if at - begin > 80 and _GLUED_TO.match(data, begin, end) is not None:
+        begin = text.rfind(b"\n", 0, at) + 1
+        end = text.find(b"\n", at) + 1
+        if at - begin > 80 and _GLUED_TO.match(text, begin, end) is not None:
             found.append((begin, end, True))
-        at = data.find(_GLUE, end)
+        at = text.find(_GLUE, end)
     return found
 
 
-def _has_word(data: bytes, runs: list[tuple[int, int, bool]]) -> bool:
+def _has_word(text: bytes, runs: list[_Run]) -> bool:
     """Whether any run holds a word of ``WAKE``. Long needles are found at gigabytes a second."""
-    joined = data if len(runs) == 1 and runs[0][1] - runs[0][0] > len(data) // 2 else b"".join(data[a:b] for a, b, _ in runs)
+    joined = b"".join(text[begin:end] for begin, end, _ in runs)
     if len(joined) < _SMALL:
         return _WAKE.search(joined) is not None
     return any(word in joined for word in WAKE)

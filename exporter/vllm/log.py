@@ -24,6 +24,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 MAX_RECORD_LINES = 2000
 MAX_RECORD_CHARS = 1 << 21
+_KEPT_PREFIXES = 6  # lines of a record repeat its prefix, and a few processes interleave
 _OPEN_BARE = 4  # records of a process without a prefix that may interleave
 
 # (EngineCore pid=104) ERROR 11-02 10:00:00 [core.py:1586] msg     INFO 06-01 12:00:00 llm_engine.py:161] msg
@@ -145,6 +146,7 @@ class LogParser:
         self._open: dict[tuple[str, str], list[_Open]] = {}
         self._pids: set[tuple[str, str]] = set()
         self._leads: set[str] = set()
+        self._prefixes: dict[str, tuple[tuple[str, ...], datetime | None, str, int | None]] = {}
         self._logged = 0
         self._now: datetime | None = None
         self._after_asgi_error = False
@@ -154,10 +156,12 @@ class LogParser:
 
     def feed(self, line: Line) -> Iterator[Record]:
         """The records that are complete with ``line``, in the order of their first lines."""
+        closed = False
         for record in self._feed(line):
+            closed = True
             self._arrivals += 1
             heapq.heappush(self._done, (record.numbers[0], self._arrivals, record))
-        if self._done:
+        if closed:  # only then can the oldest open record be another one
             yield from self._release()
 
     def flush(self) -> Iterator[Record]:
@@ -178,9 +182,20 @@ class LogParser:
         if text[:1] == "{" and (record := self._json(line)) is not None:
             yield record
             return
+        for prefix, parsed in self._prefixes.items():
+            if text.startswith(prefix):
+                yield from self._logged_line(line, len(prefix), *parsed)
+                return
         match = _PREFIX.search(text)
         if match is not None and (found := self._lead(text, match.start())) is not None:
-            yield from self._logged_line(line, match, *found)
+            level, month, day, hour, minute, second, path, lineno = match.groups()
+            # vLLM's own clock, not the wrapper's, which differs from line to line of one record
+            key = (level, month, day, hour, minute, second, path.rpartition("/")[2], lineno)
+            parsed = (key, self._clock.at(month, day, hour, minute, second), *found)
+            if len(self._prefixes) >= _KEPT_PREFIXES:
+                del self._prefixes[next(iter(self._prefixes))]
+            self._prefixes[text[: match.end()]] = parsed
+            yield from self._logged_line(line, match.end(), *parsed)
             return
         if (match := _CPP.match(text)) is not None:
             yield self._cpp(line, match)
@@ -219,16 +234,20 @@ class LogParser:
         return None
 
     def _logged_line(
-        self, line: Line, match: re.Match[str], process: str, pid: int | None
+        self,
+        line: Line,
+        end: int,
+        key: tuple[str, ...],
+        clock: datetime | None,
+        process: str,
+        pid: int | None,
     ) -> Iterator[Record]:
+        """A line whose prefix, of ``end`` characters, was read before."""
         self._logged += 1
         self._after_asgi_error = False
-        level, month, day, hour, minute, second, path, lineno = match.groups()
-        time = line.time or self._clock.at(month, day, hour, minute, second)
-        file = path.rpartition("/")[2]
-        text = line.text[match.end() :]
-        # vLLM's own clock, not the wrapper's, which differs from line to line of one record
-        key = (level, month, day, hour, minute, second, file, lineno)
+        time = line.time or clock
+        file = key[-2]
+        text = line.text[end:]
         if pid is not None:
             self._pids.add((process, str(pid)))
         # The process name is trusted only where it stands in front, so glue is split off here.

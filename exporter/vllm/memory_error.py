@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 _UNITS = {
     "bytes": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40,
-    "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30,
+    "G": 1 << 30, "M": 1 << 20, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30,
 }  # fmt: skip
 _SIZE = r"(~?-?[\d,]+(?:\.\d+)?) ?(bytes|[KMGT]i?B|B)\b"
 
@@ -40,7 +40,7 @@ def to_bytes(number: str, unit: str) -> int:
 # torch <= 2.0, NPU: "NPU out of memory. Tried to allocate 20.00 MiB (NPU 0; 60.97 GiB total
 # capacity; 55.66 GiB already allocated; 55.66 GiB current active; 18.46 MiB free; 56.00 GiB
 # reserved in total by PyTorch)"
-_OOM = re.compile(r"(CUDA|HIP|XPU|NPU|MPS|HPU) out of(?: memory\b|\s*$)")
+_OOM = re.compile(r"(CUDA|HIP|XPU|NPU|MPS|HPU)(?: backend)? out of(?: memory\b|\s*$)")
 _TRIED = re.compile(rf"[Tt]ried to allocate {_SIZE}")
 _REQUESTED = re.compile(rf"[Rr]equested size:? {_SIZE}")
 _DEVICE = re.compile(r"\b(?:GPU|NPU|XPU|Tile|device) (\d+)\b")
@@ -94,7 +94,7 @@ def allocator_facts(text: str) -> dict[str, object]:
 
 
 def _show_allocator(device: str, facts: Mapping[str, object]) -> str:
-    parts = [f"{device} out of memory."]
+    parts = [f"{device} {'is ' if ' ' in device else ''}out of memory."]
     if "tried_bytes" in facts:
         parts.append(f"Tried to allocate {human(facts['tried_bytes'])}.")
     if "total_bytes" in facts:
@@ -286,17 +286,48 @@ WORDINGS = (
         _number(1, "tried_bytes"),
         "DefaultCPUAllocator: can't allocate memory.",
     ),
+    # the interpreter, numpy, safetensors ("… Cannot allocate memory (os error 12)"), C++
     Wording(
         "host_allocator",
-        re.compile(r"\[Errno 12\] Cannot allocate memory|std::bad_alloc"),
+        re.compile(
+            r"\[Errno 12\] Cannot allocate memory|std::bad_alloc|Unable to allocate [\d.]+ .iB for an array"
+            r"|[^\n]{0,160}Cannot allocate memory \(os error 12\)"
+        ),
         _no_facts,
         "Cannot allocate memory.",
+    ),
+    # ray.exceptions.OutOfMemoryError, Ray 2.2+
+    Wording(
+        "ray_memory_pressure",
+        re.compile(r"Task was killed due to the node running low on memory"),
+        _no_facts,
+        "Task was killed due to the node running low on memory.",
+    ),
+    Wording(
+        "killed_by_signal",
+        re.compile(r"process \d+ terminated with signal SIGKILL"),
+        lambda _, __: {"exit_code": -9},
+        "process terminated with signal SIGKILL",
     ),
     Wording(
         "fraction",
         re.compile(r"(CUDA|HIP|XPU) out of memory\. Allocation was preemptively rejected"),
         lambda text, _: allocator_facts(text),
         "CUDA out of memory. The allocation would exceed per_process_memory_fraction.",
+    ),
+    # Gaudi: RuntimeError: [Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::402653184
+    Wording(
+        "allocator",
+        re.compile(r"(?:\[Rank:\d+\] )?FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::(\d+)"),
+        _number(1, "tried_bytes"),
+        "",
+    ),
+    # TPU: XlaRuntimeError: RESOURCE_EXHAUSTED: … Ran out of memory in memory space hbm.
+    Wording(
+        "allocator",
+        re.compile(r"RESOURCE_EXHAUSTED: [^\n]{0,200}?(?:[Oo]ut of memory|exceeds the memory)"),
+        _no_facts,
+        "",
     ),
     Wording("allocator", _OOM, lambda text, _: allocator_facts(text), ""),
     Wording(
@@ -308,7 +339,7 @@ WORDINGS = (
     Wording(
         "driver",
         re.compile(
-            r"(?:CUDA|HIP) (?:driver )?error: out of memory|cudaErrorMemoryAllocation"
+            r"(?:CUDA|HIP|CUDART) (?:driver )?error: out of memory|cudaErrorMemoryAllocation"
             r"|[^\n]{0,60}\(?UR_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY"
         ),
         _no_facts,
@@ -347,7 +378,7 @@ _NONSENSE = re.compile(r"Tried to allocate more than 1EB memory")
 # OutOfMemoryError('Error in model execution (input dumped to /tmp/err….pkl): CUDA out of memory. …
 _AROUND = re.compile(
     r"(?:Worker failed with error ['\"]|Error in model execution \(input dumped to [^)]{1,200}\): "
-    r"|Error in model execution: |Value error, |\d+ validation error for \w+\s+)*"
+    r"|Error in model execution: |(?:torch\.)?(?:cuda\.)?OutOfMemoryError: |Value error, |\d+ validation error for \w+\s+)*"
 )
 
 
@@ -379,7 +410,7 @@ def _match(text: str, message: str) -> Recognised | None:
         assert found is not None
         facts = wording.facts(message, found)
         if wording.kind == "allocator":
-            shown = _show_allocator(found[1].upper() if _OOM.match(found[0]) else "CUDA", facts)
+            shown = _show_allocator(found[1] if _OOM.match(found[0]) else "The device", facts)
         else:
             shown = _fill(wording.show, facts)
         return Recognised(wording.kind, facts, shown)

@@ -32,6 +32,15 @@ _KILLER = re.compile(
     r"(?:Memory cgroup out of memory: |Out of memory: )Kill(?:ed)? process \d+ \(([^)]{1,32})\)"
 )
 _NVRM = re.compile(r"(?:\[[^\]]{1,40}\] |.{0,60}\bkernel: )?NVRM: .*NV_ERR_NO_MEMORY")
+# NvMapMemAllocInternalTagged: 1075072515 error 12      (Jetson)
+_NVMAP = re.compile(r"NvMapMemAlloc\w*: \d+ error 12")
+# host:217:301 [1] include/alloc.h:103 NCCL WARN Cuda failure 2 'out of memory'
+_NCCL_WARN = re.compile(r"[\w.-]+:\d+:\d+ \[\d+\] .{0,120}NCCL WARN (?:Cuda failure (?:\d+ )?'out of memory'|Failed to CUDA (?:host )?(?:malloc|calloc))")
+# the shell: "Killed", "run.sh: line 3:  4242 Killed   vllm serve …"; kubectl describe: "Reason: OOMKilled"
+_SHELL_KILLED = re.compile(r"Killed$|\S{1,80}: line \d+: +\d+ Killed\b")
+_OOM_KILLED = re.compile(r"\s*(?:Last State: .{0,40})?Reason:\s+OOMKilled\s*$")
+# another engine's lines in a mixed paste
+_OTHER_ENGINE = re.compile(r"sglang|\[TensorRT-LLM\]|text_generation_launcher|lmdeploy|(?:Prefill|Decode) batch\. #|\bggml_|llama_model_load")
 _RAY_PRESSURE = re.compile(
     r"(?:\S{0,40}\(raylet\)\S{0,20} .{0,80}|.{0,200}?)\d+ Workers? \(tasks / actors\) killed due to memory pressure \(OOM\)"
 )
@@ -143,6 +152,10 @@ _PLAIN = frozenset(
 )
 
 
+_DEVICE_KINDS = frozenset("allocator driver cublas nccl cumem masked fraction host_allocator".split())
+_NEVER_RAISED_FOR_MEMORY = frozenset("ValueError KeyError TypeError ValidationError HTTPException".split())
+
+
 def _exceptions(record: Record, lines: Sequence[str], offset: int) -> Iterator[Signal]:
     """Memory failures and deaths among the exceptions of a record.
 
@@ -166,7 +179,7 @@ def _exceptions(record: Record, lines: Sequence[str], offset: int) -> Iterator[S
             found = Recognised("host_allocator", {}, "MemoryError")
         if found is None and not _quotes_nobody(raised, name):
             return
-        if found is None or not _ours(raised, record):
+        if found is None or not _ours(raised, record) or (found.kind in _DEVICE_KINDS and name in _NEVER_RAISED_FOR_MEMORY):
             continue
         if front_end and not any(f.path.startswith(("torch/", "vllm/model_executor/")) for f in raised.frames):
             continue  # the API server allocates on no device but for multimodal inputs
@@ -181,16 +194,21 @@ def _quotes_nobody(raised: traceback.Raised, name: str) -> bool:
 
 
 def _ours(raised: traceback.Raised, record: Record) -> bool:
-    """Whether the exception can be vLLM's: other engines run out of memory too.
+    """Whether the exception can be vLLM's: other engines run out of memory too, in the same words.
 
     ``tvm.error.InternalError: CUDA out of memory.`` without a prefix or a frame of vLLM is not.
     """
+    ours = any(frame.path.startswith("vllm/") for frame in raised.frames)
+    if not ours and any(frame.path.startswith(traceback.OTHER_ENGINES) for frame in raised.frames):
+        return False
     if record.level or record.process:
         return True
+    if not ours and any(_OTHER_ENGINE.search(text) for text in record.lines):
+        return False
     package = raised.cls.partition(".")[0] if "." in raised.cls else ""
     if package in ("", "torch", "vllm", "ray", "builtins", "pydantic_core", "concurrent"):
         return True
-    return any(frame.path.startswith("vllm/") for frame in raised.frames)
+    return ours
 
 
 def _failure(found: Recognised, frames: tuple[Frame, ...], record: Record, index: int) -> Failure:
@@ -218,6 +236,14 @@ def _runtime_lines(record: Record) -> Iterator[Signal]:
             yield _near_miss(record, found)
         elif _KILLER.match(text) is not None:
             yield Failure("oom_killer", {}, (), "the kernel killed a process for lack of memory", number, record)
+        elif _OOM_KILLED.match(text) is not None:
+            yield Failure("oom_killer", {}, (), "Kubernetes: OOMKilled", number, record)
+        elif _SHELL_KILLED.match(text) is not None:
+            yield Failure("killed_by_signal", {"exit_code": -9}, (), "the shell says: Killed", number, record)
+        elif "NCCL WARN" in text and _NCCL_WARN.match(text) is not None:
+            yield Failure("nccl", {}, (), "NCCL WARN Cuda failure 'out of memory'", number, record)
+        elif _NVMAP.match(text) is not None:
+            yield Failure("driver_no_memory", {}, (), "NvMapMemAlloc: error 12", number, record)
         elif _NVRM.match(text) is not None:
             yield Failure("driver_no_memory", {}, (), "NVRM: NV_ERR_NO_MEMORY", number, record)
         elif "memory pressure (OOM)" in text and _RAY_PRESSURE.match(text) is not None:

@@ -276,6 +276,11 @@ def _v0_profile(record: Record, match: re.Match[str]) -> Iterator[Signal]:
         yield Settings({"gpu_memory_utilization": float(used[1])}, record)
 
 
+def _device(record: Record, match: re.Match[str]) -> Iterator[Signal]:
+    """``Using default MoE config. … device_name=NVIDIA_GB10.json``: the only line that names the device."""
+    yield Settings({"device_name": match[1]}, record)
+
+
 def _graph_warning(record: Record, _: re.Match[str]) -> Iterator[Signal]:
     """The early WARNING that mentions out of memory; it is about CUDA graphs."""
     if record.level == "WARNING":
@@ -326,6 +331,7 @@ RULES = (
     _rule(r"init engine \(profile, create kv cache, warmup model\) took", _mark("initialised")),
     _rule(r"Starting vLLM (?:API )?server", _mark("listening")),
     _rule(r"Application startup complete\.", _mark("ready"), "uvicorn"),
+    _rule(r"Using default (?:MoE|W8A8) .{0,400}?device_name=([\w-]{1,64})", _device),
     _rule(r"Sleep mode freed |CuMemAllocator: sleep freed ", _mark("sleep")),
     _rule(r"It took [\d.]+ seconds to wake up", _mark("awake")),
     _rule(r"\[shutdown\] API server: shutdown triggered", _mark("stop")),

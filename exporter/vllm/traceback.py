@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from ..records import Frame
 
@@ -37,7 +38,13 @@ _EXCEPTION = re.compile(
 )
 # ERROR engine.py:135] OutOfMemoryError('Error in model execution (input dumped to …): CUDA out…
 _REPR = re.compile(r"(?P<cls>\w*(?:Error|Exception))\((?P<quote>['\"])(?P<msg>.*)", re.DOTALL)
-_PACKAGES = ("vllm", "torch", "aiter", "flashinfer", "triton", "ray", "flash_attn", "multiprocessing", "concurrent")
+_PACKAGES = (
+    "vllm", "torch", "aiter", "flashinfer", "triton", "ray", "flash_attn", "multiprocessing", "concurrent",
+    "sglang", "tensorrt_llm", "text_generation_server", "lmdeploy", "transformers", "diffusers",
+)  # fmt: skip
+OTHER_ENGINES = ("sglang/", "tensorrt_llm/", "text_generation_server/", "lmdeploy/", "transformers/", "diffusers/")
+"""Paths of programs that run out of memory in the same words."""
+
 
 
 @dataclass(slots=True)
@@ -64,6 +71,7 @@ class _Block:
     chained: bool = False
 
 
+@lru_cache(4096)
 def frame_of(text: str) -> Frame | None:
     """The frame that a line of a traceback names, or None."""
     stripped = text.lstrip()
@@ -142,19 +150,16 @@ def _finished(raised: Raised, message: list[str]) -> Raised:
 
 def _follows_nothing(lines: Sequence[str], index: int) -> bool:
     """Whether only titles stand before an exception without frames: ``WorkerProc hit an exception.``"""
-    return all(not one.strip() or one.strip() in _TITLES or frame_of(one) is not None for one in lines[:index])
+    return all(
+        not one.strip() or _TITLE.match(one.strip()) is not None or frame_of(one) is not None
+        for one in lines[:index]
+    )
 
 
-_TITLES = frozenset(
-    {
-        "WorkerProc hit an exception.",
-        "WorkerProc hit an exception: %s",
-        "WorkerProc failed to start.",
-        "EngineCore encountered a fatal error.",
-        "EngineCore failed to start.",
-        "AsyncLLM output_handler failed.",
-        "...",
-    }
+_TITLE = re.compile(
+    r"(?:-> )?(?:WorkerProc (?:hit an exception|failed to start|failed)|EngineCore (?:encountered a fatal error|failed to start)"
+    r"|AsyncLLM output_handler failed|Engine background task failed|Exception in worker \w+ while processing method \w+"
+    r"|Error executing method '?\w+'?|Process [\w-]+:)|\.\.\.$"
 )
 
 
@@ -291,7 +296,7 @@ _OPERATION_PATHS = tuple(
         (r"/lora/|punica", "lora"),
         (r"kv_transfer/|kv_connector|nixl|mooncake|lmcache", "kv_transfer"),
         (r"pynccl|custom_all_reduce|device_communicators/(?!shm)|parallel_state\.py:.*(?:all_|gather|broadcast)|distributed_c10d", "nccl"),
-        (r"fused_moe|moe_|/moe/|all2all|deep_ep|deepep|grouped_gemm|pplx", "moe"),
+        (r"fused_moe|/moe_|/moe/|all2all|deep_ep|deepep|grouped_gemm|pplx", "moe"),
         (r"spec_decode/|rejection_sampl|eagle\.py|medusa\.py|speculator", "spec_decode"),
         (r"indexer|mqa_logits|sparse_attn_index|_chunk_gather|gather_and_maybe_dequant", "context_attention"),
         (r"v1/sample/|/sample/|sampler\.py", "sampler"),
@@ -324,6 +329,7 @@ def passes_on(frame: Frame) -> bool:
     return _PASSING.match(frame.path) is not None
 
 
+@lru_cache(4096)
 def operation_of(frame: Frame) -> str | None:
     """What ``frame`` computes, or None where it only passes a call on."""
     if frame.function in _OPERATION_FUNCTIONS:
