@@ -9,7 +9,7 @@ from datetime import datetime
 from .diagnosis.history import History
 from .diagnosis.knowledge import FailureClass
 from .sources.framing import Framing
-from .sources.logfile import STDIN, InputProblem, blocks, latest_time
+from .sources.logfile import STDIN, InputError, blocks, latest_time
 from .sources.scan import Scanner
 from .vllm.log import LogParser
 
@@ -79,7 +79,7 @@ def analyze(
         try:
             for block in blocks(source, progress):
                 reader.feed(block)
-        except InputProblem as problem:
+        except InputError as problem:
             result.problems.append(str(problem))
         reader.finish()
         result.lines += reader.lines
@@ -101,7 +101,7 @@ def _first_time(source: str) -> datetime:
     framing, parser = Framing(), LogParser(latest)
     try:
         head = next(blocks(source), b"")
-    except InputProblem:
+    except InputError:
         return latest
     for number, raw in enumerate(head.split(b"\n", 2000)[:2000], 1):
         for line in framing.feed(number, raw):

@@ -25,13 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = args.command(args)
         sys.stdout.flush()
-        return code
     except BrokenPipeError:
         # the reader (head, less) has seen enough; keep the interpreter from complaining at exit
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
         return EXIT_OK
     except KeyboardInterrupt:
         return 130
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -104,7 +104,10 @@ def _bundle(result: object, path: Path) -> bool:
         write_bundle(result, path)
     except OSError as error:
         reason = error.strerror or error
-        print(f"vllm-oom-exporter: --bundle {path}: {reason}; choose a path that can be written", file=sys.stderr)
+        print(
+            f"vllm-oom-exporter: --bundle {path}: {reason}; choose a path that can be written",
+            file=sys.stderr,
+        )
         return False
     print(f"wrote {path}", file=sys.stderr)
     return True

@@ -14,9 +14,15 @@ from .knowledge import FailureClass, holds
 
 _BUDGET_CLASSES = frozenset(
     {
-        "prefill_budget", "context_workspace", "moe_workspace", "prompt_logprobs", "profile_run", "lora",
-        "multimodal_encoder", "fragmentation",
-    }  # fmt: skip
+        "prefill_budget",
+        "context_workspace",
+        "moe_workspace",
+        "prompt_logprobs",
+        "profile_run",
+        "lora",
+        "multimodal_encoder",
+        "fragmentation",
+    }
 )
 _SAFETY = 0.8  # later tensors of the step, 2 MiB rounding, fragmentation, rank differences
 
@@ -38,11 +44,23 @@ def recommended_budget(case: Case, facts: Facts, class_id: str) -> tuple[int | N
     if ceiling < floor:
         return None, None
     before = budget(case.previous) if case.previous else None
-    good = before if before is not None and before < now and case.previous is not None and case.previous.state != "starting" else None
+    good = (
+        before
+        if before is not None
+        and before < now
+        and case.previous is not None
+        and case.previous.state != "starting"
+        else None
+    )
     step = facts.get("step_tokens")
     tokens = step if isinstance(step, int) else now
     tried, free = facts.get("tried_bytes"), facts.get("free_bytes")
-    if class_id in ("prefill_budget", "moe_workspace", "prompt_logprobs", "profile_run") and isinstance(tried, int) and isinstance(free, int) and 0 < free < tried:
+    if (
+        class_id in ("prefill_budget", "moe_workspace", "prompt_logprobs", "profile_run")
+        and isinstance(tried, int)
+        and isinstance(free, int)
+        and 0 < free < tried
+    ):
         fits = int(tokens * free / tried)
         if fits * _SAFETY >= floor:
             result = min(_power_of_two(int(fits * _SAFETY)), ceiling)
@@ -63,7 +81,9 @@ def _power_of_two(value: int) -> int:
     return 1 << max(0, value.bit_length() - 1)
 
 
-def numbers(case: Case, facts: Facts, features: Facts, class_id: str) -> tuple[dict[str, int | float], str | None]:
+def numbers(
+    case: Case, facts: Facts, features: Facts, class_id: str
+) -> tuple[dict[str, int | float], str | None]:
     """Every number that remedies may name, as far as it can be computed, and why the budget is what it is."""
     result: dict[str, int | float] = {}
     recommended, because = recommended_budget(case, facts, class_id)
@@ -80,7 +100,12 @@ def numbers(case: Case, facts: Facts, features: Facts, class_id: str) -> tuple[d
     if isinstance(tried, int) and isinstance(free, int) and tried > free:
         result["shortage_bytes"] = tried - free
         used = case.life.settings.get("gpu_memory_utilization", _default_utilization(case.life))
-        if isinstance(total, int) and isinstance(used, int | float) and 0 < used <= 1 and not features.get("kv_pinned"):
+        if (
+            isinstance(total, int)
+            and isinstance(used, int | float)
+            and 0 < used <= 1
+            and not features.get("kv_pinned")
+        ):
             margin = (tried - free + (1 << 30)) / total
             lowered = math.floor((used - margin) * 100) / 100
             if lowered >= 0.3:
@@ -112,13 +137,19 @@ def advise(case: Case, facts: Facts, features: Facts, one: FailureClass) -> Advi
             rule.cost,
         )
         for rule in one.remedies
-        if holds(rule.when, values) and complete(rule.do, values) and (not rule.flags or complete(rule.flags, values))
+        if holds(rule.when, values)
+        and complete(rule.do, values)
+        and (not rule.flags or complete(rule.flags, values))
     )
     dead_ends = tuple(DeadEnd(rule.do, rule.why) for rule in one.dead_ends if holds(rule.when, values))
-    kept = {n: int(found[n]) for n in ("recommended_max_num_batched_tokens", "pin_kv_cache_bytes") if n in found}
+    kept: dict[str, int] = {
+        n: int(found[n]) for n in ("recommended_max_num_batched_tokens", "pin_kv_cache_bytes") if n in found
+    }
     return Advice(remedies, dead_ends, one.confirm, kept, because if remedies else None)
 
 
 def _flags(template: str, values: Mapping[str, object]) -> str:
     """Flags are typed, so numbers stay plain: bytes as bytes."""
-    return template.format_map({name: f"{v:g}" if isinstance(v, float) else str(v) for name, v in values.items()})
+    return template.format_map(
+        {name: f"{v:g}" if isinstance(v, float) else str(v) for name, v in values.items()}
+    )

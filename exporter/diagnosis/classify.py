@@ -23,9 +23,7 @@ LEAD = 0.7
 _EXACT = 6.0
 
 
-def classify(
-    case: Case, features: Facts, facts: Facts, classes: Mapping[str, FailureClass]
-) -> Verdict:
+def classify(case: Case, features: Facts, facts: Facts, classes: Mapping[str, FailureClass]) -> Verdict:
     """The verdict on ``case``. ``unknown`` where the evidence does not carry a class."""
     phase = features.get("phase")
     scores: dict[str, float] = {}
@@ -44,7 +42,9 @@ def classify(
         scores[one.id] = sum(capped.values())
         groups_of[one.id] = {g for g, weight in capped.items() if weight > 0}
         evidence += [
-            Evidence(rule.id, one.id, rule.weight, fill(rule.says, {**features, **facts}), _line_of(rule, case))
+            Evidence(
+                rule.id, one.id, rule.weight, fill(rule.says, {**features, **facts}), _line_of(rule, case)
+            )
             for rule in met
         ]
     # a message that names its cause decides; where the failing call stood is then beside the point
@@ -97,7 +97,7 @@ _PERCENT = frozenset({"kv_cache_usage", "step_fill", "prefill_share"})
 class _Formatter(string.Formatter):
     """Sizes as ``3.83 GiB``, ratios with two digits, what is not known as ``?``."""
 
-    def get_value(self, key: int | str, args: object, kwargs: Mapping[str, object]) -> str:  # type: ignore[override]
+    def get_value(self, key: int | str, args: object, kwargs: Mapping[str, object]) -> str:  # noqa: ARG002 - by name only
         value = kwargs.get(str(key))
         if value is None:
             return "?"

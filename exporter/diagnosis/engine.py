@@ -115,7 +115,9 @@ class Lives:
             if life.state in _DEAD:
                 return True
             # data parallel ranks, and ranks added while serving, have names of their own
-            return name in self._engines or (life.state == "serving" and not self._engines and bool(life.settings))
+            return name in self._engines or (
+                life.state == "serving" and not self._engines and bool(life.settings)
+            )
         if kind in ("budget", "loading"):
             return life.state in (*_DEAD, "serving") and record.file != "core_client.py"
         return False
@@ -141,7 +143,7 @@ def memory_of(life: Life) -> dict[str, int]:
     From vLLM 0.30 the logged "peak activation" includes the CUDA graph estimate; here it does not.
     """
     raw = life.memory
-    parts = {
+    parts: dict[str, int] = {
         name: raw[name]
         for name in (
             "weights_bytes", "peak_activation_bytes", "non_torch_bytes", "cuda_graph_bytes",

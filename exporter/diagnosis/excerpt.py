@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import re
 
-from ..vllm.traceback import passes_on
 from ..records import Dump, Failure, Frame, Record, Terminal
+from ..vllm.traceback import passes_on
 from .incident import Case
 
 _MAX_FRAMES = 10
 _MAX_REPORTS = 4
 _NAME = re.compile(r"[\w.<>/-]{1,120}")
-_KNOWN_PATHS = ("vllm/", "torch/", "aiter/", "flashinfer/", "triton/", "ray/", "flash_attn/", "inductor_cache/")
+_KNOWN_PATHS = (
+    "vllm/",
+    "torch/",
+    "aiter/",
+    "flashinfer/",
+    "triton/",
+    "ray/",
+    "flash_attn/",
+    "inductor_cache/",
+)
 _TERMINAL_TEXT = {
     "fatal": "EngineCore encountered a fatal error.",
     "start_failed": "the engine failed to start",

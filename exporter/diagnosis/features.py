@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 from ..records import Facts, Life, NearMiss
 from .arithmetic import step_row, vocabulary_rows
@@ -75,7 +76,13 @@ def features(case: Case, shown: Facts) -> Facts:
         "near_misses": len(case.history) or None,
         "free_memory_falling": _falling(case.history) or None,
     }
-    result.update({n: shown[n] for n in ("step_tokens", "budget_tokens", "running_requests", "kv_cache_usage") if n in shown})
+    result.update(
+        {
+            n: shown[n]
+            for n in ("step_tokens", "budget_tokens", "running_requests", "kv_cache_usage")
+            if n in shown
+        }
+    )
     result |= _step(case, shown) | _sizes(shown) | _outside(case, shown)
     before = budget(case.previous) if case.previous else None
     now = budget(case.life)
@@ -128,7 +135,10 @@ def _sizes(shown: Facts) -> Facts:
     if total:
         result["tried_over_total"] = tried / total
     if free is not None and tried > free:
-        for name, fact in (("reserved_over_shortage", "reserved_unallocated_bytes"), ("private_over_shortage", "private_pool_bytes")):
+        for name, fact in (
+            ("reserved_over_shortage", "reserved_unallocated_bytes"),
+            ("private_over_shortage", "private_pool_bytes"),
+        ):
             if (part := _number(shown, fact)) is not None:
                 result[name] = part / (tried - free)
     step = _number(shown, "step_tokens")
@@ -171,4 +181,4 @@ def _falling(warnings: Sequence[NearMiss]) -> bool:
     sizes = [w.tried_bytes or 0 for w in usable]
     frees = [w.free_bytes or 0 for w in usable]
     alike = max(sizes) <= 1.25 * min(sizes)
-    return alike and all(a > b for a, b in zip(frees, frees[1:], strict=False))
+    return alike and all(a > b for a, b in pairwise(frees))

@@ -24,10 +24,18 @@ _HANG_SECONDS = 900.0  # one rank fails, the others notice after execute_model's
 # Wordings that explain another one of the same failure, whichever comes first.
 _EXPLAINING = ("sampler_warmup", "pooler_warmup", "load_failed", "oom_killer", "ray_memory_pressure")
 _STARTUP_KINDS = frozenset(
-    "kv_no_room kv_below_max_len startup_free host_kv load_failed sampler_warmup pooler_warmup "
-    "profiling_error".split()
+    [
+        "kv_no_room",
+        "kv_below_max_len",
+        "startup_free",
+        "host_kv",
+        "load_failed",
+        "sampler_warmup",
+        "pooler_warmup",
+        "profiling_error",
+    ]
 )
-_DEVICE_KINDS = frozenset("allocator driver cublas fraction masked warning_then_failure".split())
+_DEVICE_KINDS = frozenset(["allocator", "driver", "cublas", "fraction", "masked", "warning_then_failure"])
 _SERVING_KINDS = frozenset({"workspace_locked", "cumem"})
 _STARTUP_STAGES = frozenset({"device_init", "weights", "profile", "kv_allocation", "warmup", "capture"})
 _SERVING_STAGES = frozenset({"step", "sampling", "utility", "wake"})
@@ -205,7 +213,9 @@ class Incidents:
             case.settled = True
             yield case
 
-    def apply(self, signal: Signal, life: Life, previous: Life | None, progress: tuple[str, Record] | None) -> None:
+    def apply(
+        self, signal: Signal, life: Life, previous: Life | None, progress: tuple[str, Record] | None
+    ) -> None:
         """Take in one signal of ``life``."""
         match signal:
             case Failure():
@@ -251,7 +261,11 @@ class Incidents:
         self, failure: Failure, life: Life, previous: Life | None, progress: tuple[str, Record] | None
     ) -> None:
         case = self._case_of(failure, life)
-        if case is None and failure.kind == "killed_by_signal" and (self._other_death or life.state == "stopped"):
+        if (
+            case is None
+            and failure.kind == "killed_by_signal"
+            and (self._other_death or life.state == "stopped")
+        ):
             return  # vLLM kills its own processes on the way down
         if case is None:
             case = Case(
@@ -263,7 +277,9 @@ class Incidents:
                 asleep_before=life.asleep,
                 largest_step_before=life.largest_step,
             )
-            if self._dump and self._close(next(iter(self._dump.values())).record, failure.record, _DUMP_SECONDS):
+            if self._dump and self._close(
+                next(iter(self._dump.values())).record, failure.record, _DUMP_SECONDS
+            ):
                 case.dump.update(self._dump)
             self._dump = {}
             self.cases.append(case)
@@ -299,7 +315,7 @@ class Incidents:
         return any(f.shown == failure.shown for f in case.failures)
 
     def _claim_warning(self, case: Case, failure: Failure) -> None:
-        """torch warns, flushes its cache, tries again and then raises: that warning is no near miss."""
+        """Torch warns, flushes its cache, tries again and then raises: that warning is no near miss."""
         tried, device = failure.facts.get("tried_bytes"), failure.facts.get("gpu_index")
         if not isinstance(tried, int):
             return
@@ -367,8 +383,10 @@ class Incidents:
 
     @staticmethod
     def _touch(case: Case, record: Record) -> None:
-        if record.timed and record.time is not None and (
-            case.last_time is None or (seconds_between(case.last_time, record.time) or 0) > 0
+        if (
+            record.timed
+            and record.time is not None
+            and (case.last_time is None or (seconds_between(case.last_time, record.time) or 0) > 0)
         ):
             case.last_time = record.time
 

@@ -84,14 +84,39 @@ FEATURES: Mapping[str, str] = {
     "cgroup_named": "the kernel or the runtime named the memory limit that killed a process",
 }
 
-FACTS = (
-    "tried_bytes free_bytes total_bytes allocated_bytes reserved_unallocated_bytes "
-    "private_pool_bytes process_bytes gpu_index vllm_version budget_tokens step_limit_tokens "
-    "step_tokens prefill_tokens decode_tokens max_prompt_tokens max_computed_tokens "
-    "running_requests waiting_requests kv_cache_usage frame ranks required_bytes "
-    "available_bytes workspace_bytes max_model_len estimated_max_model_len exit_code "
-    "dummy_requests row_width vocabulary_rows vocabulary"
-).split()
+FACTS = [
+    "tried_bytes",
+    "free_bytes",
+    "total_bytes",
+    "allocated_bytes",
+    "reserved_unallocated_bytes",
+    "private_pool_bytes",
+    "process_bytes",
+    "gpu_index",
+    "vllm_version",
+    "budget_tokens",
+    "step_limit_tokens",
+    "step_tokens",
+    "prefill_tokens",
+    "decode_tokens",
+    "max_prompt_tokens",
+    "max_computed_tokens",
+    "running_requests",
+    "waiting_requests",
+    "kv_cache_usage",
+    "frame",
+    "ranks",
+    "required_bytes",
+    "available_bytes",
+    "workspace_bytes",
+    "max_model_len",
+    "estimated_max_model_len",
+    "exit_code",
+    "dummy_requests",
+    "row_width",
+    "vocabulary_rows",
+    "vocabulary",
+]
 """Facts an incident may carry; templates may name them, and features, and ADVICE_NUMBERS."""
 
 ADVICE_NUMBERS = (
@@ -105,6 +130,7 @@ ADVICE_NUMBERS = (
 )
 """Numbers that diagnosis/advice.py computes for the templates of remedies."""
 
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 EFFECTS = ("fixes", "helps", "depends")
 STATUSES = ("stable", "experimental")
 BASES = ("src", "doc", "maint", "rep", "arith", "inf", "measured")
@@ -262,7 +288,7 @@ class _Reader:
     def read(self, text: str) -> FailureClass | None:
         before = len(self.problems)
         try:
-            raw = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            raw = yaml.load(text, Loader=_LOADER)  # noqa: S506 - one of the two safe loaders
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             place = f"line {mark.line + 1}" if mark else "file"
@@ -274,8 +300,23 @@ class _Reader:
         self.keys(
             "file",
             raw,
-            required="id name phases status vllm summary mechanism scales_with evidence remedies "
-            "dead_ends confirm confused_with sources examples".split(),
+            required=[
+                "id",
+                "name",
+                "phases",
+                "status",
+                "vllm",
+                "summary",
+                "mechanism",
+                "scales_with",
+                "evidence",
+                "remedies",
+                "dead_ends",
+                "confirm",
+                "confused_with",
+                "sources",
+                "examples",
+            ],
         )
         if len(self.problems) > before:
             return None
@@ -315,7 +356,7 @@ class _Reader:
 
     def evidence(self, i: int, raw: Mapping[str, object]) -> EvidenceRule:
         place = f"evidence[{i}]"
-        self.keys(place, raw, required="id group when weight says".split(), optional=["basis"])
+        self.keys(place, raw, required=["id", "group", "when", "weight", "says"], optional=["basis"])
         self.when(place, raw.get("when"))
         self.bases(place, raw.get("basis"))
         weight = raw.get("weight")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from ..analyze import Analysis
 from ..diagnosis.engine import budget, changed
 from ..diagnosis.knowledge import FailureClass, builtin_classes
 from ..document import time_text
-from ..records import Confidence, Facts, Incident, Life
+from ..records import Confidence, Incident, Life
 from ..vllm.memory_error import human
 
 WIDTH = 100
@@ -97,7 +97,7 @@ def _incident(title: str, incident: Incident, lives: list[Life]) -> Iterator[str
     yield f"  More: vllm-oom-exporter explain {incident.class_id}"
 
 
-def _numbers(facts: Facts, life: Life) -> Iterator[str]:
+def _numbers(facts: Mapping[str, object], life: Life) -> Iterator[str]:
     if "tried_bytes" in facts:
         free = f", {human(facts['free_bytes'])} was free" if "free_bytes" in facts else ""
         total = f" of {human(facts['total_bytes'])}" if "total_bytes" in facts else ""
@@ -111,7 +111,11 @@ def _numbers(facts: Facts, life: Life) -> Iterator[str]:
         yield f"{human(facts['reserved_unallocated_bytes'])} was reserved by PyTorch but unallocated"
     if "step_tokens" in facts:
         of = f" of {facts['step_limit_tokens']}" if "step_limit_tokens" in facts else ""
-        split = f", {facts['prefill_tokens']} prefill and {facts['decode_tokens']} decode" if "prefill_tokens" in facts else ""
+        split = (
+            f", {facts['prefill_tokens']} prefill and {facts['decode_tokens']} decode"
+            if "prefill_tokens" in facts
+            else ""
+        )
         yield f"the failing step held {facts['step_tokens']}{of} tokens{split}"
     elif "budget_tokens" in facts:
         yield f"max_num_batched_tokens is {facts['budget_tokens']}; the log does not show the failing step"

@@ -94,9 +94,7 @@ class Framing:
             self.truncated += 1
         text = raw.decode("utf-8", "replace")
         stripped = text.rstrip("\r")
-        line, stream, partial = _unwrap(
-            Line(number, stripped, carriage_returns=len(text) - len(stripped))
-        )
+        line, stream, partial = _unwrap(Line(number, stripped, carriage_returns=len(text) - len(stripped)))
         pending = self._pending.pop(stream, None) if self._pending else None
         if pending is not None:
             joined = pending.text + line.text
@@ -185,9 +183,7 @@ def _docker(text: str) -> tuple[str, str, datetime | None] | None:
 
 def parse_stamp(text: str) -> datetime | None:
     """An RFC 3339 time with its zone, in UTC, cut to microseconds; None if it is none."""
-    match = re.fullmatch(
-        r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:[.,](\d{1,9})\d*)?(Z|[+-]\d\d:?\d\d)", text
-    )
+    match = re.fullmatch(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:[.,](\d{1,9})\d*)?(Z|[+-]\d\d:?\d\d)", text)
     if match is None:
         return None
     try:

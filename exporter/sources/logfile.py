@@ -15,7 +15,7 @@ from .scan import BLOCK
 STDIN = "-"
 
 
-class InputProblem(Exception):
+class InputError(Exception):
     """An input could not be read, or not to its end. Its text names the input and what to do."""
 
 
@@ -40,7 +40,7 @@ def size_of(source: str) -> int | None:
 def blocks(source: str, progress: Callable[[int], None] = lambda _: None) -> Iterator[bytes]:
     """The bytes of ``source`` (a path, ``.gz`` unpacked, or ``-``) in blocks.
 
-    ``progress`` is told how many bytes were read from disk. Raises ``InputProblem``; what could
+    ``progress`` is told how many bytes were read from disk. Raises ``InputError``; what could
     be read before has been given out by then.
     """
     try:
@@ -55,13 +55,13 @@ def blocks(source: str, progress: Callable[[int], None] = lambda _: None) -> Ite
                 file.seek(0)
                 yield from _plain(file, progress)
     except FileNotFoundError:
-        raise InputProblem(f"{source}: no such file; check the path") from None
+        raise InputError(f"{source}: no such file; check the path") from None
     except IsADirectoryError:
-        raise InputProblem(f"{source}: is a directory; name the log files in it") from None
+        raise InputError(f"{source}: is a directory; name the log files in it") from None
     except PermissionError:
-        raise InputProblem(f"{source}: permission denied; run as a user who may read it") from None
+        raise InputError(f"{source}: permission denied; run as a user who may read it") from None
     except OSError as error:
-        raise InputProblem(f"{source}: {error.strerror or error}; the rest was not read") from None
+        raise InputError(f"{source}: {error.strerror or error}; the rest was not read") from None
 
 
 def _plain(file: BinaryIO, progress: Callable[[int], None]) -> Iterator[bytes]:
@@ -78,9 +78,7 @@ def _unpacked(file: BinaryIO, source: str, progress: Callable[[int], None]) -> I
                 block = unpacked.read(BLOCK)
             except (EOFError, zlib.error, gzip.BadGzipFile) as error:
                 reason = "ends too early" if isinstance(error, EOFError) else "is damaged"
-                raise InputProblem(
-                    f"{source}: the gzip data {reason}; what came before was analysed"
-                ) from None
+                raise InputError(f"{source}: the gzip data {reason}; what came before was analysed") from None
             if not block:
                 return
             progress(file.tell() - at)

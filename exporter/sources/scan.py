@@ -74,9 +74,7 @@ class Shape:
     def of(cls, data: bytes) -> Shape:
         """The shape of the first lines of ``data``."""
         head = data[:4096].lstrip(b"\n")
-        return cls(
-            wrapper_of(head), b"\x1b[" in head or b"u001b[" in head, _FOLDERS.search(head) is not None
-        )
+        return cls(wrapper_of(head), b"\x1b[" in head or b"u001b[" in head, _FOLDERS.search(head) is not None)
 
 
 _FOLDERS = re.compile(rb"\[(?:[\w.]+/)+\w+\.py:\d+\]")
@@ -112,7 +110,20 @@ def _patterns(shape: Shape) -> _Patterns:
         + rb"|DEBUG" + clock + rb"(?!(?:gpu_worker|worker|mem_utils|utils|arg_utils)\.py:)[\w.]++:\d++\])"
     )  # fmt: skip
     access = rb"INFO: {5}[\d\[]"  # then the client's address
-    skip = start + rb"(?:" + access + rb"|" + process + rb"(?:" + logged + rb"|" + access + rb")|" + logged + rb")"
+    skip = (
+        start
+        + rb"(?:"
+        + access
+        + rb"|"
+        + process
+        + rb"(?:"
+        + logged
+        + rb"|"
+        + access
+        + rb")|"
+        + logged
+        + rb")"
+    )
     skip += rb"|" + shape.wrapper.fast + _SKIP_JSON
     step = (
         start + rb"(?:" + process + rb")?+INFO" + clock + rb"(?:loggers|core)" + lineno
@@ -295,15 +306,13 @@ class Scanner:
             self._context_bytes -= len(self._context.popleft()[1])
 
     def _remembered(self) -> Iterator[tuple[int, bytes]]:
-        for number, run, looked_at in self._context:
+        for first, run, looked_at in self._context:
             if looked_at is None:
-                yield number, run
+                yield first, run
                 continue
-            text, at = b"\n" + run, 1
+            text = b"\n" + run
             for begin, end, _ in _stretches(text, looked_at):
-                number += text.count(b"\n", at, begin)
-                at = begin
-                yield number, text[begin:end]
+                yield first + text.count(b"\n", 1, begin), text[begin:end]
 
     def _forget(self) -> None:
         self._context.clear()

@@ -57,10 +57,28 @@ _ACCESS_GLUED = re.compile(r'" \d{3}(?: [A-Z][A-Za-z-]*)*(?=\()')
 # Modules whose records repeat what a client sent: request ids, prompts, model and LoRA names.
 # Nothing in them is evidence, and a prefix inside their text is not a prefix.
 USER_TEXT_FILES = frozenset(
-    "logger.py request_logger.py async_llm.py async_llm_engine.py serving.py serving_chat.py "
-    "serving_completion.py serving_engine.py serving_models.py serving_embedding.py "
-    "serving_responses.py serving_tokenization.py protocol.py chat_utils.py launcher.py "
-    "api_router.py tool_parser.py preprocess.py input_processor.py processor.py".split()
+    [
+        "logger.py",
+        "request_logger.py",
+        "async_llm.py",
+        "async_llm_engine.py",
+        "serving.py",
+        "serving_chat.py",
+        "serving_completion.py",
+        "serving_engine.py",
+        "serving_models.py",
+        "serving_embedding.py",
+        "serving_responses.py",
+        "serving_tokenization.py",
+        "protocol.py",
+        "chat_utils.py",
+        "launcher.py",
+        "api_router.py",
+        "tool_parser.py",
+        "preprocess.py",
+        "input_processor.py",
+        "processor.py",
+    ]
 )
 
 
@@ -253,7 +271,9 @@ class LogParser:
         # The process name is trusted only where it stands in front, so glue is split off here.
         if "pid=" in text and file not in USER_TEXT_FILES and (cut := self._glue(text)) is not None:
             yield from self._append(line, text[:cut], key, time, process, pid)
-            yield from self._feed(Line(line.number, text[cut:], line.time, line.origin, line.carriage_returns))
+            yield from self._feed(
+                Line(line.number, text[cut:], line.time, line.origin, line.carriage_returns)
+            )
             return
         yield from self._append(line, text, key, time, process, pid)
 
@@ -308,7 +328,7 @@ class LogParser:
     # --- other lines ---------------------------------------------------------------------------
 
     def _json(self, line: Line) -> Record | None:
-        """vLLM 0.32+ ``--logging-config.formatter json``, or a python-json-logger config before."""
+        """VLLM 0.32+ ``--logging-config.formatter json``, or a python-json-logger config before."""
         head = line.text[:400]
         if '"message"' not in line.text or ('"levelname"' not in head and '"level"' not in head):
             return None
@@ -386,7 +406,9 @@ class LogParser:
                 (shown,), (line.number,), line.origin, line.time is not None,
             )  # fmt: skip
             if cut is not None:
-                yield from self._feed(Line(line.number, text[cut.end() :], line.time, line.origin, line.carriage_returns))
+                yield from self._feed(
+                    Line(line.number, text[cut.end() :], line.time, line.origin, line.carriage_returns)
+                )
             return
         if (match := _RANK.match(text)) is not None:
             process, text = process or f"rank{match[1]}", text[match.end() :]
@@ -404,9 +426,15 @@ class LogParser:
         if not opened:
             opened.append(
                 _Open(
-                    process, pid, "", line.time or self._now, "", line.origin, key=("raw",),
+                    process,
+                    pid,
+                    "",
+                    line.time or self._now,
+                    "",
+                    line.origin,
+                    key=("raw",),
                     timed=line.time is not None,
-                )  # fmt: skip
+                )
             )
         opened[0].lines.append(text)
         opened[0].numbers.append(line.number)

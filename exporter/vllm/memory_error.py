@@ -47,7 +47,9 @@ _DEVICE = re.compile(r"\b(?:GPU|NPU|XPU|Tile|device) (\d+)\b")
 _TOTAL = re.compile(rf"(?:total capaci?ty of |GPU \d+ has |has ){_SIZE}(?: total)?|{_SIZE} total capacity")
 _FREE = re.compile(rf"of which {_SIZE} is free|{_SIZE} (?:is )?free\b")
 _PROCESS = re.compile(rf"(?:Process (\d+) has|this process has) {_SIZE} memory in use")
-_ALLOCATED = re.compile(rf"Of the allocated memory {_SIZE}|\(?{_SIZE} (?:is )?allocated by PyTorch|{_SIZE} already allocated")
+_ALLOCATED = re.compile(
+    rf"Of the allocated memory {_SIZE}|\(?{_SIZE} (?:is )?allocated by PyTorch|{_SIZE} already allocated"
+)
 _PRIVATE = re.compile(rf"with {_SIZE} allocated in private pools")
 _UNALLOCATED = re.compile(rf"{_SIZE}(?: is)? reserved (?:by PyTorch )?but unallocated")
 _RESERVED = re.compile(rf"{_SIZE} reserved in total by PyTorch")
@@ -230,9 +232,7 @@ WORDINGS = (
     # Its first words are those of the healthy decomposition line ("on startup. Desired …").
     Wording(
         "startup_free",
-        re.compile(
-            r"[Ff]ree memory on device (?:[\w:]+ )?\(([\d.]+)/([\d.]+) GiB\) on startup is less than"
-        ),
+        re.compile(r"[Ff]ree memory on device (?:[\w:]+ )?\(([\d.]+)/([\d.]+) GiB\) on startup is less than"),
         _startup_free,
         "Free memory on device ({free_bytes} of {total_bytes}) on startup is less than desired.",
     ),
@@ -244,8 +244,7 @@ WORDINGS = (
             r"less than requested memory for kv"
         ),
         _host_kv,
-        "Available memory on the node ({free_bytes} of {total_bytes}) is less than requested "
-        "memory for kv.",
+        "Available memory on the node ({free_bytes} of {total_bytes}) is less than requested memory for kv.",
     ),
     # worker/worker.py, v1/worker/gpu_worker.py, 0.4.1..0.33.0: others released memory meanwhile
     Wording(
@@ -332,7 +331,9 @@ WORDINGS = (
     Wording("allocator", _OOM, lambda text, _: allocator_facts(text), ""),
     Wording(
         "cublas",
-        re.compile(r"(?:CUDA error: |HIP error: |cuDNN error: )?(?:CUBLAS|HIPBLAS|CUDNN)_STATUS_ALLOC_FAILED"),
+        re.compile(
+            r"(?:CUDA error: |HIP error: |cuDNN error: )?(?:CUBLAS|HIPBLAS|CUDNN)_STATUS_ALLOC_FAILED"
+        ),
         _no_facts,
         "CUBLAS_STATUS_ALLOC_FAILED.",
     ),

@@ -30,9 +30,7 @@ _NEW_COMPUTED = re.compile(r"num_computed_tokens=(\d+),\s?lora_request=(None|nul
 _LOGPROBS = re.compile(r"\bprompt_logprobs=(None|null|-?\d+)")
 _REQ_IDS = re.compile(r"CachedRequestData\(req_ids=\[")
 _ARRAY = r"{}=\[([\d, ]*)\]"
-_STATS = re.compile(
-    r"SchedulerStats\(num_running_reqs=(\d+), num_waiting_reqs=(\d+)"
-)
+_STATS = re.compile(r"SchedulerStats\(num_running_reqs=(\d+), num_waiting_reqs=(\d+)")
 _KV_USAGE = re.compile(r"\b(?:kv|gpu)_cache_usage=([\d.]+(?:e-?\d+)?)")
 _VERSION = re.compile(r"V1 LLM engine \(v([\w.+!-]{1,64})\) with config")
 
@@ -115,9 +113,7 @@ def _split_tokens(new: str, cached: str, scheduled: str, facts: dict[str, object
         facts["max_computed_tokens"] = max(contexts)
 
 
-def _tokens_by_cached_id(
-    cached: str, scheduled: str
-) -> tuple[list[int], list[int], list[int | None]] | None:
+def _tokens_by_cached_id(cached: str, scheduled: str) -> tuple[list[int], list[int], list[int | None]] | None:
     """Tokens, computed tokens and output tokens of each cached request; None if unreadable."""
     if "CachedRequestData(req_id=" in cached:  # 0.9.0, 0.9.1
         ids = re.findall(r"CachedRequestData\(req_id='?((?:[^',]|'(?!,))*)'?,", cached)

@@ -35,12 +35,16 @@ _NVRM = re.compile(r"(?:\[[^\]]{1,40}\] |.{0,60}\bkernel: )?NVRM: .*NV_ERR_NO_ME
 # NvMapMemAllocInternalTagged: 1075072515 error 12      (Jetson)
 _NVMAP = re.compile(r"NvMapMemAlloc\w*: \d+ error 12")
 # host:217:301 [1] include/alloc.h:103 NCCL WARN Cuda failure 2 'out of memory'
-_NCCL_WARN = re.compile(r"[\w.-]+:\d+:\d+ \[\d+\] .{0,120}NCCL WARN (?:Cuda failure (?:\d+ )?'out of memory'|Failed to CUDA (?:host )?(?:malloc|calloc))")
+_NCCL_WARN = re.compile(
+    r"[\w.-]+:\d+:\d+ \[\d+\] .{0,120}NCCL WARN (?:Cuda failure (?:\d+ )?'out of memory'|Failed to CUDA (?:host )?(?:malloc|calloc))"
+)
 # the shell: "Killed", "run.sh: line 3:  4242 Killed   vllm serve …"; kubectl describe: "Reason: OOMKilled"
 _SHELL_KILLED = re.compile(r"Killed$|\S{1,80}: line \d+: +\d+ Killed\b")
 _OOM_KILLED = re.compile(r"\s*(?:Last State: .{0,40})?Reason:\s+OOMKilled\s*$")
 # another engine's lines in a mixed paste
-_OTHER_ENGINE = re.compile(r"sglang|\[TensorRT-LLM\]|text_generation_launcher|lmdeploy|(?:Prefill|Decode) batch\. #|\bggml_|llama_model_load")
+_OTHER_ENGINE = re.compile(
+    r"sglang|\[TensorRT-LLM\]|text_generation_launcher|lmdeploy|(?:Prefill|Decode) batch\. #|\bggml_|llama_model_load"
+)
 _RAY_PRESSURE = re.compile(
     r"(?:\S{0,40}\(raylet\)\S{0,20} .{0,80}|.{0,200}?)\d+ Workers? \(tasks / actors\) killed due to memory pressure \(OOM\)"
 )
@@ -61,13 +65,32 @@ _TERMINALS = (
 )  # fmt: skip
 _DEAD_EXCEPTIONS = ("EngineDeadError", "AsyncEngineDeadError", "MQEngineDeadError", "EngineGenerateError")
 _FAILED_PROCS = re.compile(r"Failed core proc\(s\): \{([^}]*)\}")
-_DIED = re.compile(r"Worker proc \S{1,60} died unexpectedly(?: \(exit code: (-?\d+|None)\))?|Worker \S{1,60} pid \d+ died, exit code: (-?\d+)")
+_DIED = re.compile(
+    r"Worker proc \S{1,60} died unexpectedly(?: \(exit code: (-?\d+|None)\))?|Worker \S{1,60} pid \d+ died, exit code: (-?\d+)"
+)
 _API_PROCESSES = re.compile(r"(?:APIServer|ApiServer_\d+|MainProcess|DPSupervisor)$")
 _ENGINE_FILES = frozenset(
-    "core.py engine.py multiproc_executor.py gpu_worker.py worker.py gpu_model_runner.py "
-    "model_runner.py worker_base.py ray_utils.py cpu_worker.py multiproc_worker_utils.py "
-    "llm_engine.py core_client.py utils.py base_loader.py cumem.py uniproc_executor.py "
-    "async_llm_engine.py mp_distributed_executor.py".split()
+    [
+        "core.py",
+        "engine.py",
+        "multiproc_executor.py",
+        "gpu_worker.py",
+        "worker.py",
+        "gpu_model_runner.py",
+        "model_runner.py",
+        "worker_base.py",
+        "ray_utils.py",
+        "cpu_worker.py",
+        "multiproc_worker_utils.py",
+        "llm_engine.py",
+        "core_client.py",
+        "utils.py",
+        "base_loader.py",
+        "cumem.py",
+        "uniproc_executor.py",
+        "async_llm_engine.py",
+        "mp_distributed_executor.py",
+    ]
 )
 FRONT_END_FILES = (USER_TEXT_FILES | {"api_server.py", "uvicorn"}) - {"async_llm_engine.py", "async_llm.py"}
 """Files whose ERROR records are about requests; ``async_llm*`` report the death of the engine."""
@@ -91,8 +114,8 @@ def signals(record: Record) -> Iterator[Signal]:
 
 
 def _near_miss(record: Record, found: re.Match[str]) -> NearMiss:
-    numbers = [None if n is None else int(n) for n in found.groups()]
-    return NearMiss(*numbers, record=record)
+    device, tried, free, total = (None if n is None else int(n) for n in found.groups())
+    return NearMiss(device, tried, free, total, record)
 
 
 def _failures(record: Record) -> Iterator[Signal]:
@@ -148,12 +171,25 @@ def _head_failure(record: Record) -> Iterator[Failure]:
 
 # Their messages are of the interpreter's making, or escape what they quote.
 _PLAIN = frozenset(
-    "KeyError AttributeError ImportError ModuleNotFoundError IndexError TimeoutError StopIteration Empty".split()
+    [
+        "KeyError",
+        "AttributeError",
+        "ImportError",
+        "ModuleNotFoundError",
+        "IndexError",
+        "TimeoutError",
+        "StopIteration",
+        "Empty",
+    ]
 )
 
 
-_DEVICE_KINDS = frozenset("allocator driver cublas nccl cumem masked fraction host_allocator".split())
-_NEVER_RAISED_FOR_MEMORY = frozenset("ValueError KeyError TypeError ValidationError HTTPException".split())
+_DEVICE_KINDS = frozenset(
+    ["allocator", "driver", "cublas", "nccl", "cumem", "masked", "fraction", "host_allocator"]
+)
+_NEVER_RAISED_FOR_MEMORY = frozenset(
+    ["ValueError", "KeyError", "TypeError", "ValidationError", "HTTPException"]
+)
 
 
 def _exceptions(record: Record, lines: Sequence[str], offset: int) -> Iterator[Signal]:
@@ -179,9 +215,15 @@ def _exceptions(record: Record, lines: Sequence[str], offset: int) -> Iterator[S
             found = Recognised("host_allocator", {}, "MemoryError")
         if found is None and not _quotes_nobody(raised, name):
             return
-        if found is None or not _ours(raised, record) or (found.kind in _DEVICE_KINDS and name in _NEVER_RAISED_FOR_MEMORY):
+        if (
+            found is None
+            or not _ours(raised, record)
+            or (found.kind in _DEVICE_KINDS and name in _NEVER_RAISED_FOR_MEMORY)
+        ):
             continue
-        if front_end and not any(f.path.startswith(("torch/", "vllm/model_executor/")) for f in raised.frames):
+        if front_end and not any(
+            f.path.startswith(("torch/", "vllm/model_executor/")) for f in raised.frames
+        ):
             continue  # the API server allocates on no device but for multimodal inputs
         yield _failure(found, raised.frames, record, raised.index + offset)
 
@@ -228,14 +270,20 @@ def _runtime_lines(record: Record) -> Iterator[Signal]:
     """Lines no logger writes: kernel, driver, Ray, C++ and answers quoted by other programs."""
     claimed = any("Traceback (" in text for text in record.lines)
     raised = next(iter(traceback.exceptions(record.lines)), None)
-    quoting = raised is not None and match(raised.message) is None and not _quotes_nobody(raised, raised.cls.rpartition(".")[2])
+    quoting = (
+        raised is not None
+        and match(raised.message) is None
+        and not _quotes_nobody(raised, raised.cls.rpartition(".")[2])
+    )
     own = record.lines[: raised.index] if quoting and raised is not None else record.lines
     for index, text in enumerate(own):
         number = record.numbers[index]
         if (found := _RETRY.match(text)) is not None:
             yield _near_miss(record, found)
         elif _KILLER.match(text) is not None:
-            yield Failure("oom_killer", {}, (), "the kernel killed a process for lack of memory", number, record)
+            yield Failure(
+                "oom_killer", {}, (), "the kernel killed a process for lack of memory", number, record
+            )
         elif _OOM_KILLED.match(text) is not None:
             yield Failure("oom_killer", {}, (), "Kubernetes: OOMKilled", number, record)
         elif _SHELL_KILLED.match(text) is not None:
@@ -247,15 +295,21 @@ def _runtime_lines(record: Record) -> Iterator[Signal]:
         elif _NVRM.match(text) is not None:
             yield Failure("driver_no_memory", {}, (), "NVRM: NV_ERR_NO_MEMORY", number, record)
         elif "memory pressure (OOM)" in text and _RAY_PRESSURE.match(text) is not None:
-            yield Failure("ray_memory_pressure", {}, (), "Ray killed workers due to memory pressure", number, record)
+            yield Failure(
+                "ray_memory_pressure", {}, (), "Ray killed workers due to memory pressure", number, record
+            )
         elif "OOM killer" in text and _RAY_MAYBE.match(text) is not None:
-            yield Failure("ray_maybe_oom", {}, (), "Ray names the OOM killer as a possible cause", number, record)
+            yield Failure(
+                "ray_maybe_oom", {}, (), "Ray names the OOM killer as a possible cause", number, record
+            )
         elif text.startswith("CUDA Error: out of memory at ") and (found2 := match(text)) is not None:
             # csrc/cumem_allocator.cpp writes it to stderr before it raises
             yield _failure(found2, (), record, index)
         elif "method failed: " in text and (found := _UTILITY_ANSWER.search(text)) is not None:
             if (found2 := match(found[2])) is not None:
-                frames = (Frame("vllm/device_allocator/cumem.py", 0, found[1]),) if found[1] == "wake_up" else ()
+                frames = (
+                    (Frame("vllm/device_allocator/cumem.py", 0, found[1]),) if found[1] == "wake_up" else ()
+                )
                 yield _failure(found2, frames, record, index)
                 yield Terminal("survived", record, found[1])
         elif not claimed and traceback.exception_of(text) is None and _bare_message(text):
@@ -288,8 +342,8 @@ def _terminals(record: Record) -> Iterator[Signal]:
             yield _killed(record, 0, -9)
         yield Terminal("dead", record)
     if record.level == "":
-        for text in record.lines[1:]:
-            text = text.strip().removeprefix("-> ")
+        for line in record.lines[1:]:
+            text = line.strip().removeprefix("-> ")
             if text.startswith(("EngineCore encountered a fatal error", "EngineCore failed to start")):
                 yield Terminal("fatal" if "fatal" in text else "start_failed", record)
             elif text.startswith("vllm.v1.engine.exceptions.EngineDeadError: "):

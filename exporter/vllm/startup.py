@@ -147,7 +147,7 @@ def _fields(text: str) -> Iterator[tuple[str, object]]:
             yield kept
 
 
-def _engine(record: Record, match: re.Match[str]) -> Iterator[Signal]:
+def _engine(record: Record, _: re.Match[str]) -> Iterator[Signal]:
     """``Initializing a V1 LLM engine (v0.32.0) with config: model='…', …``.
 
     Neither max_num_batched_tokens nor gpu_memory_utilization is in it, in any version.
@@ -182,7 +182,7 @@ def _version(record: Record, match: re.Match[str]) -> Iterator[Signal]:
     yield Settings({"vllm_version": match[1]}, record)
 
 
-def _banner(record: Record, match: re.Match[str]) -> Iterator[Signal]:
+def _banner(record: Record, _: re.Match[str]) -> Iterator[Signal]:
     """The ASCII-art banner of 0.14+: its third line ends in ``version 0.32.0``."""
     for text in record.lines:
         if (found := re.search(r"\bversion (\d[\w.+!-]{1,63})\s*$", text)) is not None:
@@ -241,7 +241,9 @@ def _decomposition(record: Record, match: re.Match[str]) -> Iterator[Signal]:
             values["non_torch_bytes"] = round(float(parts["nontorch"]) * GIB)
     if (kv := re.search(r"Current kv cache memory in use is ([\d.]+) (GiB|bytes)", text)) is not None:
         values["kv_cache_bytes"] = to_bytes(kv[1], kv[2])
-    if (fit := re.search(r"`--kv-cache-memory(?:-bytes)?=(\d+)`[^`]{0,40}to fit into requested", text)) is not None:
+    if (
+        fit := re.search(r"`--kv-cache-memory(?:-bytes)?=(\d+)`[^`]{0,40}to fit into requested", text)
+    ) is not None:
         values["kv_cache_fit_bytes"] = int(fit[1])
     yield MemoryParts(values, record)
     if (desired := re.search(r"utilization is \(([\d.]+), ", text)) is not None:
@@ -249,14 +251,17 @@ def _decomposition(record: Record, match: re.Match[str]) -> Iterator[Signal]:
 
 
 def _reserved_by_hand(record: Record, match: re.Match[str]) -> Iterator[Signal]:
-    """``Initial free memory F GiB, reserved K GiB memory for KV Cache as specified by
-    kv_cache_memory_bytes config and skipped memory profiling.`` 0.10.2..0.33.0"""
+    """A pool sized by hand, 0.10.2..0.33.0.
+
+    ``Initial free memory F GiB, reserved K GiB memory for KV Cache as specified by
+    kv_cache_memory_bytes config and skipped memory profiling.``
+    """
     size = round(float(match[1]) * GIB)
     yield MemoryParts({"kv_cache_bytes": size}, record)
     yield Settings({"kv_cache_memory_bytes": size}, record)
 
 
-def _v0_profile(record: Record, match: re.Match[str]) -> Iterator[Signal]:
+def _v0_profile(record: Record, _: re.Match[str]) -> Iterator[Signal]:
     """V0 0.6.5..0.10.2, one record of three lines (two of which may have lost the first)."""
     text = " ".join(record.lines)
     values = {
@@ -296,9 +301,7 @@ class Rule:
     files: frozenset[str] = frozenset()
 
 
-def _rule(
-    pattern: str, reader: Callable[[Record, re.Match[str]], Iterator[Signal]], files: str = ""
-) -> Rule:
+def _rule(pattern: str, reader: Callable[[Record, re.Match[str]], Iterator[Signal]], files: str = "") -> Rule:
     return Rule(re.compile(pattern), reader, frozenset(files.split()))
 
 

@@ -42,9 +42,15 @@ _PACKAGES = (
     "vllm", "torch", "aiter", "flashinfer", "triton", "ray", "flash_attn", "multiprocessing", "concurrent",
     "sglang", "tensorrt_llm", "text_generation_server", "lmdeploy", "transformers", "diffusers",
 )  # fmt: skip
-OTHER_ENGINES = ("sglang/", "tensorrt_llm/", "text_generation_server/", "lmdeploy/", "transformers/", "diffusers/")
+OTHER_ENGINES = (
+    "sglang/",
+    "tensorrt_llm/",
+    "text_generation_server/",
+    "lmdeploy/",
+    "transformers/",
+    "diffusers/",
+)
 """Paths of programs that run out of memory in the same words."""
-
 
 
 @dataclass(slots=True)
@@ -351,7 +357,9 @@ _OUTRANKS = (
     "prompt_logprobs", "encoder", "lora", "moe", "spec_decode", "kv_transfer", "context_attention",
     "linear_attention", "sampler", "logits",
 )  # fmt: skip
-_GENERIC = frozenset({"mlp", "forward", "compiled", "attention", "logits", "sampler", "embedding", "nccl", "pooling", "moe"})
+_GENERIC = frozenset(
+    {"mlp", "forward", "compiled", "attention", "logits", "sampler", "embedding", "nccl", "pooling", "moe"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +392,16 @@ def read(frames: Sequence[Frame]) -> Reading:
 
 def _frame_name(frame: Frame) -> str:
     """The function, or its file where the function's name says nothing."""
-    if frame.function in ("", "forward", "__call__", "call", "<module>", "<lambda>", "apply", "wrapper", "execution_fn"):
+    if frame.function in (
+        "",
+        "forward",
+        "__call__",
+        "call",
+        "<module>",
+        "<lambda>",
+        "apply",
+        "wrapper",
+        "execution_fn",
+    ):
         return f"{frame.path.rpartition('/')[2]} {frame.function}".strip()
     return frame.function

@@ -32,7 +32,12 @@ def death() -> bytes:
 
 
 def _clock(second: int) -> bytes:
-    return b"11-%02d %02d:%02d:%02d" % (1 + second // 86400 % 28, second // 3600 % 24, second // 60 % 60, second % 60)
+    return b"11-%02d %02d:%02d:%02d" % (
+        1 + second // 86400 % 28,
+        second // 3600 % 24,
+        second // 60 % 60,
+        second % 60,
+    )
 
 
 def _mixed(rng: random.Random, n: int) -> bytes:
@@ -53,7 +58,10 @@ def _mixed(rng: random.Random, n: int) -> bytes:
             % (now, rng.getrandbits(64), rng.randrange(16, 4096))
         )
     if kind < 0.93:
-        return b"(APIServer pid=1) INFO %s [async_llm.py:578] Added request chatcmpl-%016x.\n" % (now, rng.getrandbits(64))
+        return b"(APIServer pid=1) INFO %s [async_llm.py:578] Added request chatcmpl-%016x.\n" % (
+            now,
+            rng.getrandbits(64),
+        )
     return (
         b"(APIServer pid=1) INFO %s [loggers.py:271] Engine 000: Avg prompt throughput: %d.%d tokens/s, "
         b"Avg generation throughput: %d.%d tokens/s, Running: %d reqs, Waiting: %d reqs, GPU KV cache usage: "
@@ -66,7 +74,10 @@ def _warnings(rng: random.Random, n: int) -> bytes:
     now = _clock(n // 8)
     kind = rng.random()
     if kind < 0.4:
-        return b"(APIServer pid=1) WARNING %s [protocol.py:%d] The following fields were present in the request but ignored: {'field_%d'}\n" % (now, 70 + n % 9, n % 99)
+        return (
+            b"(APIServer pid=1) WARNING %s [protocol.py:%d] The following fields were present in the request but ignored: {'field_%d'}\n"
+            % (now, 70 + n % 9, n % 99)
+        )
     if kind < 0.5:
         words = "".join(rng.choice(_LETTERS) for _ in range(60)).encode()
         head = b"(APIServer pid=1) ERROR %s [serving_chat.py:200] " % now
@@ -79,8 +90,14 @@ def _warnings(rng: random.Random, n: int) -> bytes:
         )  # fmt: skip
         return b"".join(head + frame + b"\n" for frame in frames)
     if kind < 0.75:
-        return b"(EngineCore pid=104) WARNING %s [scheduler.py:1439] request %016x waits for a grammar that is still compiled\n" % (now, rng.getrandbits(64))
-    return b"(EngineCore pid=104) DEBUG %s [v1/core/sched/scheduler.py:440] num_new_tokens=%d num_computed_tokens=%d\n" % (now, rng.randrange(9000), n % 8192)
+        return (
+            b"(EngineCore pid=104) WARNING %s [scheduler.py:1439] request %016x waits for a grammar that is still compiled\n"
+            % (now, rng.getrandbits(64))
+        )
+    return (
+        b"(EngineCore pid=104) DEBUG %s [v1/core/sched/scheduler.py:440] num_new_tokens=%d num_computed_tokens=%d\n"
+        % (now, rng.randrange(9000), n % 8192)
+    )
 
 
 def _iterations(rng: random.Random, n: int) -> bytes:
@@ -89,7 +106,18 @@ def _iterations(rng: random.Random, n: int) -> bytes:
     return (
         b"(APIServer pid=1) INFO %s [loggers.py:199] Engine 000: Iteration(%d): %d context requests, %d context tokens, "
         b"%d generation requests, %d generation tokens, iteration elapsed time: %d.%02d ms, GPU KV cache usage: %d.%d%%\n"
-        % (_clock(n // 40), n, n % 3, rng.randrange(16384), n % 64, n % 64, rng.randrange(300), n % 100, n % 100, n % 10)
+        % (
+            _clock(n // 40),
+            n,
+            n % 3,
+            rng.randrange(16384),
+            n % 64,
+            n % 64,
+            rng.randrange(300),
+            n % 100,
+            n % 100,
+            n % 10,
+        )
     )
 
 
@@ -133,7 +161,9 @@ def write(kind: str, size: int, file: BinaryIO) -> None:
 
 def main() -> None:
     """``generate.py KIND MEGABYTES > FILE``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("megabytes", type=int)
     args = parser.parse_args()
