@@ -28,7 +28,7 @@ _KNOWN_PATHS = (
 _TERMINAL_TEXT = {
     "fatal": "EngineCore encountered a fatal error.",
     "start_failed": "the engine failed to start",
-    "dead": "the API server found the engine dead (EngineDeadError)",
+    "dead": "the engine was found dead",
     "survived": "the engine goes on after a failed call",
     "survived_request": "the engine goes on after a failed request",
     "cut": "a worker failed; the log ends before it says of what",

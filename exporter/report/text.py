@@ -126,7 +126,7 @@ def _numbers(facts: Mapping[str, object], life: Life) -> Iterator[str]:
     if "running_requests" in facts:
         usage = facts.get("kv_cache_usage")
         kv = f", KV cache {float(str(usage)):.1%} full" if usage is not None else ""
-        yield f"{facts['running_requests']} requests running, {facts.get('waiting_requests', 0)} waiting{kv}"
+        yield f"requests running: {facts['running_requests']}, waiting: {facts.get('waiting_requests', 0)}{kv}"
     ranks = facts.get("ranks")
     if isinstance(ranks, list) and len(ranks) > 1:
         yield f"ranks {', '.join(map(str, ranks))} failed; the numbers are of the one with the least free memory"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import BinaryIO
 from .scan import BLOCK
 
 STDIN = "-"
+_GZIP = 31  # zlib: a gzip header, and the largest window
 
 
 class InputError(Exception):
@@ -71,16 +71,21 @@ def _plain(file: BinaryIO, progress: Callable[[int], None]) -> Iterator[bytes]:
 
 
 def _unpacked(file: BinaryIO, source: str, progress: Callable[[int], None]) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=file) as unpacked:
-        at = 0
-        while True:
+    """Unpack what can be unpacked, in blocks: a small file may hold gigabytes."""
+    engine = zlib.decompressobj(_GZIP)
+    while packed := file.read(BLOCK // 4):
+        progress(len(packed))
+        while packed:
             try:
-                block = unpacked.read(BLOCK)
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                reason = "ends too early" if isinstance(error, EOFError) else "is damaged"
-                raise InputError(f"{source}: the gzip data {reason}; what came before was analysed") from None
-            if not block:
-                return
-            progress(file.tell() - at)
-            at = file.tell()
-            yield block
+                block = engine.decompress(packed, BLOCK)
+            except zlib.error:
+                raise InputError(
+                    f"{source}: the gzip data is damaged; what came before was analysed"
+                ) from None
+            if block:
+                yield block
+            packed = engine.unconsumed_tail
+            if engine.eof and (packed := engine.unused_data.lstrip(b"\0")):
+                engine = zlib.decompressobj(_GZIP)  # files put together with cat
+    if not engine.eof:
+        raise InputError(f"{source}: the gzip data ends too early; what came before was analysed")

@@ -75,6 +75,7 @@ class _Block:
 
     frames: list[Frame] = field(default_factory=list)
     chained: bool = False
+    opened: bool = False
 
 
 @lru_cache(4096)
@@ -126,7 +127,7 @@ def exceptions(lines: Sequence[str]) -> Iterator[Raised]:
         if stripped.endswith(_TRACEBACK) and _OPENS.fullmatch(stripped):
             if pending is not None:
                 yield _finished(pending, message)
-            pending, block, number = None, _Block(chained=after_separator), number + 1
+            pending, block, number = None, _Block(chained=after_separator, opened=True), number + 1
             after_separator = False
             continue
         if pending is not None and not pending.cls.startswith("ray.exceptions"):
@@ -139,7 +140,7 @@ def exceptions(lines: Sequence[str]) -> Iterator[Raised]:
                 block.frames.append(frame)
             continue
         found = exception_of(text, inside=bool(block.frames))
-        if found is None or not (block.frames or pending or _follows_nothing(lines, index)):
+        if found is None or not (block.opened or block.frames or pending or _follows_nothing(lines, index)):
             continue
         if pending is not None:
             yield _finished(pending, message)

@@ -1,0 +1,49 @@
+# make run    set everything up and analyse a real capture
+# make test   set everything up and run every check
+# make bench  compare the scan with mtail, grep and ripgrep (slow; installs Debian packages)
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+SAMPLE ?= tests/captures/mlp_eager_16384.log.gz
+
+.PHONY: run test lint types unit golden bench clean
+
+run: $(VENV)/.run
+	@$(BIN)/vllm-oom-exporter analyze $(SAMPLE) || test $$? -eq 1
+
+test: lint types unit
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+unit: $(VENV)/.dev
+	$(BIN)/pytest
+
+# Rewrites the golden files. Read the difference before you commit it.
+golden: $(VENV)/.dev
+	$(BIN)/pytest tests/test_cli.py --renew-golden
+
+bench: $(VENV)/.dev
+	command -v mtail && command -v rg || { apt-get update && apt-get install -y mtail ripgrep; }
+	$(BIN)/python tests/bench/scan.py
+
+clean:
+	rm -rf $(VENV) dist build
+
+# Debian ships Python without its venv module
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV) || { apt-get update && apt-get install -y python3-venv && $(PYTHON) -m venv $(VENV); }
+	$(BIN)/pip install --quiet --disable-pip-version-check 'pip>=25.1'
+
+$(VENV)/.run: $(VENV)/bin/python pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check --group dev
+	@touch $@

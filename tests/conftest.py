@@ -1,0 +1,104 @@
+"""What several test files need: cases, captures, and a log turned into a document."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from exporter.analyze import Reader
+from exporter.diagnosis.history import History
+from exporter.document import document
+from exporter.sources.scan import BLOCK
+
+HERE = Path(__file__).parent
+CORPUS = HERE / "corpus"
+CAPTURES = HERE / "captures"
+LATEST = datetime(2026, 11, 30, 23, 0, 0)
+
+Document = dict[str, Any]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--renew-golden`` rewrites golden files; look at the difference before you commit it."""
+    parser.addoption("--renew-golden", action="store_true", help="rewrite the golden files")
+
+
+def load_yaml(path: Path) -> Any:
+    """The content of one YAML file."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+
+
+def log_of(case: Mapping[str, Any]) -> bytes:
+    """The log of one labelled case."""
+    if "log_base64" in case:
+        return base64.b64decode(case["log_base64"])
+    return str(case["log"]).encode()
+
+
+def capture(name: str) -> bytes:
+    """The log of one capture of a real vLLM."""
+    return gzip.decompress((CAPTURES / f"{name}.log.gz").read_bytes())
+
+
+def analyzed(log: bytes, block: int = BLOCK) -> Document:
+    """The document that ``analyze --format json`` prints for ``log``."""
+    history = History()
+    reader = Reader(history, LATEST)
+    for at in range(0, len(log), block):
+        reader.feed(log[at : at + block])
+    reader.finish()
+    history.finish()
+    return document(history, reader.lines, reader.bytes)
+
+
+@pytest.fixture(scope="session")
+def command() -> list[str]:
+    """The installed command, as a user runs it."""
+    found = Path(sys.executable).with_name("vllm-oom-exporter")
+    assert found.exists(), "the package is not installed in this environment; run 'make test'"
+    return [str(found)]
+
+
+Run = Callable[..., subprocess.CompletedProcess[bytes]]
+
+
+@pytest.fixture
+def run(command: list[str], tmp_path: Path) -> Run:
+    """Run the command in an empty folder; standard input is ``input``, empty unless given."""
+
+    def call(*arguments: str | Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            [*command, *map(str, arguments)],
+            input=stdin,
+            capture_output=True,
+            cwd=tmp_path,
+            timeout=60,
+            check=False,
+        )
+
+    return call
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str], None]]:
+    """Compare a text with a golden file, or rewrite the file with ``--renew-golden``."""
+
+    def check(name: str, text: str) -> None:
+        path = HERE / "golden" / name
+        if request.config.getoption("--renew-golden"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.exists(), f"no {path.name}; renew with --renew-golden and look at it"
+        assert text == path.read_text(encoding="utf-8")
+
+    yield check
