@@ -38,6 +38,7 @@ _STARTUP_KINDS = frozenset(
 _DEVICE_KINDS = frozenset(["allocator", "driver", "cublas", "fraction", "masked", "warning_then_failure"])
 _SERVING_KINDS = frozenset({"workspace_locked", "cumem"})
 _STARTUP_STAGES = frozenset({"device_init", "weights", "profile", "kv_allocation", "warmup", "capture"})
+_STARTUP_OPERATIONS = frozenset({"weights", "kv_tensors", "capture"})
 _SERVING_STAGES = frozenset({"step", "sampling", "utility", "wake"})
 _RANK = re.compile(r"(?:TP|rank|rank=|VllmWorker_|Worker_)(\d+)")
 
@@ -112,7 +113,7 @@ class Case:
         if kinds & _SERVING_KINDS:
             return "serving"
         stage = self.reading.stage
-        if stage in _STARTUP_STAGES:
+        if stage in _STARTUP_STAGES or (stage is None and self.reading.operation in _STARTUP_OPERATIONS):
             return "startup"
         ends = {t.kind for t in self.terminals}
         if "start_failed" in ends:
@@ -123,7 +124,7 @@ class Case:
             return "serving"
         if self.state_before in ("serving", "dead", "stopped"):
             return "serving"
-        if self.stage is not None or (self.life.settings and self.life.started is not None):
+        if self.stage is not None or self.life.started is not None:
             return "startup"
         if "fatal" in ends and any(_says_fatal(t) for t in self.terminals):
             return "serving"

@@ -27,6 +27,10 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|#033\[[0-9;]*m")
 _CRI = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:\d\d)) (stdout|stderr) ([PF])(?::\w+)* ?")
 # 2026-02-06T12:11:00Z text   [2026-02-06T12:11:00Z] text   (docker logs -t, buildkite, kubectl --timestamps)
 _STAMP = re.compile(r"\[?(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d))\]? +")
+# INFO 2025-11-19T20:16:36.096625454Z [resource.labels.containerName: vllm] text     (Google Cloud Logging)
+_GOOGLE = re.compile(
+    r"(?:[A-Z]{4,9} )?(\d{4}-\d\d-\d\dT[\d:.]+Z) \[resource\.labels\.containerName: ([\w.-]{1,80})\] "
+)
 # Nov 30 16:26:46 host vllm[812]: text
 _JOURNAL = re.compile(r"([A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d) [\w.-]+ ([\w.@/-]+?)(?:\[\d+\])?: ")
 # 2026-11-30T16:26:46+0000 host vllm[812]: text
@@ -146,6 +150,10 @@ def _unwrap(line: Line) -> tuple[Line, str, bool]:
             text = clean(text[match.end() :])
             if partial:
                 break
+        elif "[resource.labels." in text[:120] and (match := _GOOGLE.match(text)):
+            time = parse_stamp(match[1]) or time
+            origin = match[2]
+            text = text[match.end() :]
         elif (first.isdigit() or first == "[") and (match := _JOURNAL_ISO.match(text) or _STAMP.match(text)):
             time = parse_stamp(match[1]) or time
             text = text[match.end() :]

@@ -47,6 +47,7 @@ _DASHED = re.compile(
 )
 # multiprocessing prints it above the traceback that ended a process: "Process EngineCore_DP0:"
 _PROCESS_TITLE = re.compile(r"Process [A-Za-z][\w-]{0,40}:")
+_PROCESS_AT_END = re.compile(r" ?\([A-Za-z_][\w.-]*(?: (?:rank=)?\w+)? pid=\d+\) $")
 _PROGRESS = re.compile(r"(?:it/s|s/it|B/s)\]|\d+%\|")
 _GLUED = re.compile(
     r"\(([A-Za-z_][\w.-]*)(?: (?:rank=)?\w+)? pid=(\d+)\) "
@@ -268,6 +269,13 @@ class LogParser:
         text = line.text[end:]
         if pid is not None:
             self._pids.add((process, str(pid)))
+        # Pasted logs lose newlines: ERROR 11-07 12:01:00 [x.py:5] a ERROR 11-07 12:01:00 [x.py:5] b
+        own = line.text[line.text.rfind(key[0], 0, end) : end]
+        if own in text and file not in USER_TEXT_FILES:
+            for piece in text.split(own):
+                own_text = _PROCESS_AT_END.sub("", piece)
+                yield from self._append(line, own_text, key, time, process, pid)
+            return
         # The process name is trusted only where it stands in front, so glue is split off here.
         if "pid=" in text and file not in USER_TEXT_FILES and (cut := self._glue(text)) is not None:
             yield from self._append(line, text[:cut], key, time, process, pid)

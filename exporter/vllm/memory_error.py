@@ -291,6 +291,7 @@ WORDINGS = (
         re.compile(
             r"\[Errno 12\] Cannot allocate memory|std::bad_alloc|Unable to allocate [\d.]+ .iB for an array"
             r"|[^\n]{0,160}Cannot allocate memory \(os error 12\)"
+            r"|unable to mmap \d+ bytes from file <[^>\n]{1,400}>: Cannot allocate memory"
         ),
         _no_facts,
         "Cannot allocate memory.",
@@ -379,6 +380,7 @@ _NONSENSE = re.compile(r"Tried to allocate more than 1EB memory")
 # OutOfMemoryError('Error in model execution (input dumped to /tmp/err….pkl): CUDA out of memory. …
 _AROUND = re.compile(
     r"(?:Worker failed with error ['\"]|Error in model execution \(input dumped to [^)]{1,200}\): "
+    r"|Engine loop is not running\. Inspect the stacktrace to find the original error: OutOfMemoryError\(['\"]"
     r"|Error in model execution: |(?:torch\.)?(?:cuda\.)?OutOfMemoryError: |Value error, |\d+ validation error for \w+\s+)*"
 )
 

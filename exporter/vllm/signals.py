@@ -38,6 +38,8 @@ _NVMAP = re.compile(r"NvMapMemAlloc\w*: \d+ error 12")
 _NCCL_WARN = re.compile(
     r"[\w.-]+:\d+:\d+ \[\d+\] .{0,120}NCCL WARN (?:Cuda failure (?:\d+ )?'out of memory'|Failed to CUDA (?:host )?(?:malloc|calloc))"
 )
+# Failed: Cuda error /workspace/csrc/custom_all_reduce.cuh:368 'out of memory'
+_ALL_REDUCE = re.compile(r"Failed: Cuda error \S{0,80}custom_all_reduce\.cuh:\d+ 'out of memory'")
 # the shell: "Killed", "run.sh: line 3:  4242 Killed   vllm serve …"; kubectl describe: "Reason: OOMKilled"
 _SHELL_KILLED = re.compile(r"Killed$|\S{1,80}: line \d+: +\d+ Killed\b")
 _OOM_KILLED = re.compile(r"\s*(?:Last State: .{0,40})?Reason:\s+OOMKilled\s*$")
@@ -124,6 +126,7 @@ def _failures(record: Record) -> Iterator[Signal]:
         yield _dump(record, part)
         return
     if record.file in FRONT_END_FILES:
+        yield from _quoted_death(record)
         return
     if record.level == "":
         yield from _runtime_lines(record)
@@ -139,6 +142,21 @@ def _failures(record: Record) -> Iterator[Signal]:
     yield from _head_failure(record)
     yield from _exceptions(record, lines, offset)
     yield from _terminals(record)
+
+
+def _quoted_death(record: Record) -> Iterator[Signal]:
+    """A request handler of V0 that quotes what killed the engine, in a class only vLLM raises.
+
+    ``vllm.engine.multiprocessing.MQEngineDeadError: Engine loop is not running. Inspect the
+    stacktrace to find the original error: OutOfMemoryError('CUDA out of memory. …``
+    """
+    for raised in traceback.exceptions(record.lines):
+        if raised.cls != "vllm.engine.multiprocessing.MQEngineDeadError":
+            continue
+        if (found := match(raised.message)) is not None:
+            yield _failure(found, (), record, raised.index)
+        yield Terminal("dead", record)
+        return
 
 
 def _dump(record: Record, part: str) -> Dump:
@@ -212,7 +230,9 @@ def _exceptions(record: Record, lines: Sequence[str], offset: int) -> Iterator[S
             continue
         found = match(raised.message)
         if found is None and name == "MemoryError":
-            found = Recognised("host_allocator", {}, "MemoryError")
+            # FlashInfer raises the interpreter's class for memory of the device
+            on_device = any(f.path.startswith("flashinfer/") for f in raised.frames)
+            found = Recognised("driver" if on_device else "host_allocator", {}, "MemoryError")
         if found is None and not _quotes_nobody(raised, name):
             return
         if (
@@ -290,6 +310,8 @@ def _runtime_lines(record: Record) -> Iterator[Signal]:
             yield Failure("killed_by_signal", {"exit_code": -9}, (), "the shell says: Killed", number, record)
         elif "NCCL WARN" in text and _NCCL_WARN.match(text) is not None:
             yield Failure("nccl", {}, (), "NCCL WARN Cuda failure 'out of memory'", number, record)
+        elif _ALL_REDUCE.match(text) is not None:
+            yield Failure("nccl", {}, (), "custom all-reduce: Cuda error 'out of memory'", number, record)
         elif _NVMAP.match(text) is not None:
             yield Failure("driver_no_memory", {}, (), "NvMapMemAlloc: error 12", number, record)
         elif _NVRM.match(text) is not None:

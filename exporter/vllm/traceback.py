@@ -76,6 +76,7 @@ class _Block:
     frames: list[Frame] = field(default_factory=list)
     chained: bool = False
     opened: bool = False
+    indent: int = 0  # of the whole traceback: pasted ones are often shifted
 
 
 @lru_cache(4096)
@@ -93,7 +94,7 @@ def frame_of(text: str) -> Frame | None:
 
 def _package_path(path: str) -> str:
     """``path`` from the package on; other people's folders are no business of ours."""
-    parts = path.split("/")
+    parts = path.replace("\\", "/").split("/")
     for package in _PACKAGES:
         if package in parts[:-1]:
             last = len(parts) - 1 - parts[::-1].index(package) if package != "vllm" else parts.index(package)
@@ -127,7 +128,8 @@ def exceptions(lines: Sequence[str]) -> Iterator[Raised]:
         if stripped.endswith(_TRACEBACK) and _OPENS.fullmatch(stripped):
             if pending is not None:
                 yield _finished(pending, message)
-            pending, block, number = None, _Block(chained=after_separator, opened=True), number + 1
+            block = _Block(chained=after_separator, opened=True, indent=_indent(text))
+            pending, number = None, number + 1
             after_separator = False
             continue
         if pending is not None and not pending.cls.startswith("ray.exceptions"):
@@ -136,10 +138,14 @@ def exceptions(lines: Sequence[str]) -> Iterator[Raised]:
             continue
         frame = frame_of(text)
         if frame is not None:
+            if not block.opened and not block.frames:
+                block.indent = max(0, _indent(text) - 2)
             if len(block.frames) < 256:
                 block.frames.append(frame)
             continue
-        found = exception_of(text, inside=bool(block.frames))
+        if block.frames and _indent(text) >= block.indent + 4:
+            continue  # a line of source
+        found = exception_of(text)
         if found is None or not (block.opened or block.frames or pending or _follows_nothing(lines, index)):
             continue
         if pending is not None:
@@ -170,11 +176,13 @@ _TITLE = re.compile(
 )
 
 
-def exception_of(text: str, inside: bool = False) -> tuple[str, str] | None:
+def _indent(text: str) -> int:
+    return len(text) - len(text.lstrip())
+
+
+def exception_of(text: str) -> tuple[str, str] | None:
     """Class and first message line where ``text`` is the last line of a traceback, or None."""
     stripped = text.strip()
-    if text[:4] == "    " and inside:
-        return None  # a line of source
     for lead in ("[ERROR] ", "-> "):
         stripped = stripped.removeprefix(lead)
     match = _EXCEPTION.match(stripped)
@@ -209,6 +217,9 @@ _STAGE_FUNCTIONS = {
     "process_weights_after_loading": "weights",
     "create_weights": "weights",
     "initialize_model": "weights",
+    "_initialize_model": "weights",
+    "get_model": "weights",
+    "make_layers": "weights",
     "determine_available_memory": "profile",  # 0.7.0+
     "determine_num_available_blocks": "profile",  # V0 ..0.11.0
     "profile_num_available_blocks": "profile",  # the oldest
@@ -304,7 +315,10 @@ _OPERATION_PATHS = tuple(
         (r"kv_transfer/|kv_connector|nixl|mooncake|lmcache", "kv_transfer"),
         (r"pynccl|custom_all_reduce|device_communicators/(?!shm)|parallel_state\.py:.*(?:all_|gather|broadcast)|distributed_c10d", "nccl"),
         (r"fused_moe|/moe_|/moe/|all2all|deep_ep|deepep|grouped_gemm|pplx", "moe"),
-        (r"spec_decode/|rejection_sampl|eagle\.py|medusa\.py|speculator", "spec_decode"),
+        # V0 runs the target model through SpecDecodeWorker too
+        (
+            r"spec_decode/(?!spec_decode_worker|target_model_runner|mqa_scorer|batch_expansion|smaller_tp|proposer_worker)"
+            r"|rejection_sampl|eagle\.py|medusa\.py|speculator", "spec_decode"),
         (r"indexer|mqa_logits|sparse_attn_index|_chunk_gather|gather_and_maybe_dequant", "context_attention"),
         (r"v1/sample/|/sample/|sampler\.py", "sampler"),
         (r"logits_processor\.py|:compute_logprobs|:gather_logprobs", "logits"),
@@ -373,9 +387,18 @@ class Reading:
     frame: str | None
 
 
+def _stage_of(frame: Frame) -> str | None:
+    if frame.function == "__init__" and frame.path.startswith(_MODEL_PATHS):
+        return "weights"  # the model is being built
+    return _STAGE_FUNCTIONS.get(frame.function)
+
+
+_MODEL_PATHS = ("vllm/model_executor/models/", "vllm/model_executor/layers/", "vllm/models/")
+
+
 def read(frames: Sequence[Frame]) -> Reading:
     """Stage and operation of a traceback, outermost frame first."""
-    stages = [_STAGE_FUNCTIONS[f.function] for f in frames if f.function in _STAGE_FUNCTIONS]
+    stages = [stage for f in frames if (stage := _stage_of(f)) is not None]
     named = [(f, operation) for f in frames if (operation := operation_of(f)) is not None]
     stage = next((s for s in stages if s in _STARTUP_FIRST), None)
     if stage in ("profile", "warmup") and "capture" in stages:
