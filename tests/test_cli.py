@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import Run, capture
 
 import exporter
 from exporter.cli import main
-from conftest import Run, capture
+from exporter.diagnosis.knowledge import builtin_classes
 
 
 def one_line(stderr: bytes) -> str:
@@ -58,7 +59,7 @@ class TestAnalyze:
         script = f"{command[0]} analyze - < /dev/stdin | head -1"
         result = subprocess.run(
             ["bash", "-c", script], input=capture("mlp_eager_16384"), capture_output=True, check=False
-        )  # noqa: S607
+        )
         assert result.stderr == b""
         assert result.stdout.count(b"\n") == 1
 
@@ -83,6 +84,7 @@ class TestBadInput:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """A file that may not be read is named. (Tests may run as root, who may read all.)"""
+        builtin_classes()  # read once, and kept
 
         def refuse(*_: object, **__: object) -> None:
             raise PermissionError(13, "Permission denied")

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import pytest
-
 from conftest import CAPTURES, CORPUS, Document, analyzed, capture, load_yaml, log_of
 
 CASES = {path.stem: load_yaml(path) for path in sorted(CORPUS.glob("*.yaml"))}

@@ -211,7 +211,7 @@ class TestRejoining:
         assert lines == [Line(1, f"{ERROR} vllm-1  | x", TIME, "", 0)]
 
     def test_docker_pieces(self) -> None:
-        """docker leaves the newline out of every piece but the last."""
+        """Docker leaves the newline out of every piece but the last."""
         lines = framed(docker(ERROR[:40]), docker(OLD + "\n", "stderr"), docker(ERROR[40:] + "\r\n"))
         assert lines == [Line(2, OLD, TIME, "", 0), Line(1, ERROR, TIME, "", 1)]
 

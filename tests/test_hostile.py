@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-
 from conftest import LATEST, Document, analyzed, capture
+
 from exporter.analyze import Analysis, Reader
 from exporter.diagnosis.history import History
 from exporter.report.text import report

@@ -9,9 +9,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from conftest import HERE, capture
 
 import exporter
-from conftest import HERE, capture
 from exporter.diagnosis.knowledge import CLASS_IDS
 
 ROOT = HERE.parent
