@@ -197,6 +197,7 @@ class Life:
     largest_step: int = 0
     near_misses: int = 0
     asleep: bool = False
+    origin: tuple[str, int] = ("", 0)  # stream and line where it was first seen
 
 
 @dataclass(frozen=True, slots=True)

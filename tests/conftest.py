@@ -6,7 +6,7 @@ import base64
 import gzip
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def load_yaml(path: Path) -> Any:
     """The content of one YAML file."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)  # noqa: S506 - one of the two safe loaders
 
 
 def log_of(case: Mapping[str, Any]) -> bytes:
@@ -90,7 +90,7 @@ def run(command: list[str], tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def golden(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str], None]]:
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """Compare a text with a golden file, or rewrite the file with ``--renew-golden``."""
 
     def check(name: str, text: str) -> None:
@@ -101,4 +101,4 @@ def golden(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str], None
         assert path.exists(), f"no {path.name}; renew with --renew-golden and look at it"
         assert text == path.read_text(encoding="utf-8")
 
-    yield check
+    return check

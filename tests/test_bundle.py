@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 from conftest import Run, capture
-from test_hostile import SECRET, TestNothingComesOut
+from test_hostile import HIDDEN, TestNothingComesOut
 
 MEMBERS = ["README.txt", "verdict.txt", "analysis.json", "excerpt.txt"]
 
@@ -44,7 +44,7 @@ def test_holds_nothing_of_a_user(run: Run, tmp_path: Path) -> None:
     assert result.returncode == 1
     text = "".join(contents(tmp_path / "bundle.zip").values())
     assert "8192" in text
-    for hidden in (SECRET, "314159", "secret-model", "alice", "sk-1234", "be kind"):
+    for hidden in (HIDDEN, "314159", "secret-model", "alice", "sk-1234", "be kind"):
         assert hidden not in text
 
 

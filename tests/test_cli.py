@@ -58,7 +58,7 @@ class TestAnalyze:
         """``analyze | head -1`` ends quietly."""
         script = f"{command[0]} analyze - < /dev/stdin | head -1"
         result = subprocess.run(
-            ["bash", "-c", script], input=capture("mlp_eager_16384"), capture_output=True, check=False
+            ["/bin/sh", "-c", script], input=capture("mlp_eager_16384"), capture_output=True, check=False
         )
         assert result.stderr == b""
         assert result.stdout.count(b"\n") == 1

@@ -25,7 +25,7 @@ TRACEBACK = (
     + f"\n{OOM}"
 )
 DEATH = "\n".join(PREFIX + line for line in ["EngineCore encountered a fatal error.", *TRACEBACK.split("\n")])
-SECRET = "the-prompt-of-somebody"
+HIDDEN = "the-prompt-of-somebody"
 
 
 def logged(file: str, text: str, level: str = "INFO", process: str = "APIServer pid=1") -> str:
@@ -117,19 +117,19 @@ class TestNothingComesOut:
     def death_with_secrets() -> bytes:
         """A real failure whose dump and request lines hold what must not come out."""
         dump = (
-            f"Dumping scheduler output for model execution: SchedulerOutput(scheduled_new_reqs=[NewRequestData(req_id={SECRET}-id,"
-            f"prompt_token_ids_len=4000,mm_features=[],sampling_params=SamplingParams(n=1, stop=['{SECRET}']),block_ids=([1],),"
+            f"Dumping scheduler output for model execution: SchedulerOutput(scheduled_new_reqs=[NewRequestData(req_id={HIDDEN}-id,"
+            f"prompt_token_ids_len=4000,mm_features=[],sampling_params=SamplingParams(n=1, stop=['{HIDDEN}']),block_ids=([1],),"
             "num_computed_tokens=0,lora_request=None)], scheduled_cached_reqs=CachedRequestData(req_ids=['"
-            + SECRET
+            + HIDDEN
             + "'], resumed_req_ids=[], new_token_ids=[[314159]], all_token_ids={'"
-            + SECRET
+            + HIDDEN
             + "': [314159, 271828]}, new_block_ids=[null], num_computed_tokens=[12], num_output_tokens=[3]), num_scheduled_tokens={"
-            f"{SECRET}-id: 4000, {SECRET}: 1}}, total_num_scheduled_tokens=4001, scheduled_spec_decode_tokens={{}}, scheduled_encoder_inputs={{}})"
+            f"{HIDDEN}-id: 4000, {HIDDEN}: 1}}, total_num_scheduled_tokens=4001, scheduled_spec_decode_tokens={{}}, scheduled_encoder_inputs={{}})"
         )
-        failure = "EngineCore encountered a fatal error.\n" + TRACEBACK + f" {SECRET}"
+        failure = "EngineCore encountered a fatal error.\n" + TRACEBACK + f" {HIDDEN}"
         return (
             logged(
-                "logger.py:61", f"Received request {SECRET}: prompt: '{SECRET}', params: SamplingParams(n=1)"
+                "logger.py:61", f"Received request {HIDDEN}: prompt: '{HIDDEN}', params: SamplingParams(n=1)"
             )
             + logged("dump_input.py:79", dump, "ERROR", "EngineCore pid=104")
             + logged("core.py:1138", failure, "ERROR", "EngineCore pid=104")
@@ -148,7 +148,7 @@ class TestNothingComesOut:
         assert incident["facts"]["step_tokens"] == 4001
         assert incident["facts"]["decode_tokens"] == 1
         assert "SchedulerOutput" in "".join(incident["excerpt"])
-        for hidden in (SECRET, "314159", "271828"):
+        for hidden in (HIDDEN, "314159", "271828"):
             assert hidden not in text
 
     @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any
 
 from ..records import Dump, Iteration, Life, LifeMark, MemoryParts, Record, Settings, Signal
 
@@ -27,6 +30,9 @@ class Lives:
         self._engines: set[str] = set()
         self._progress: list[tuple[str, Record]] = []
         self._stop_asked = False
+        self._begun = 0
+        self.at: tuple[str, int] = ("", 0)
+        """Stream and line of the record being taken in."""
 
     @property
     def current(self) -> Life:
@@ -71,8 +77,41 @@ class Lives:
         if self.current.state != "stopped" or not self._stop_asked:
             self.current.state = "dead"
 
+    def forget(self, keep: int) -> None:
+        """Drop all but the newest ``keep`` lives."""
+        del self.all[:-keep]
+
+    def snapshot(self) -> dict[str, object]:
+        """What ``restore`` needs to go on from here, as plain JSON data."""
+        return {
+            "begun": self._begun,
+            "engines": sorted(self._engines),
+            "stop_asked": self._stop_asked,
+            "lives": [
+                asdict(life) | {"started": life.started.isoformat() if life.started else None}
+                for life in self.all[-2:]
+            ],
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on where ``snapshot`` was taken."""
+        self.all = [
+            Life(
+                **one
+                | {
+                    "started": datetime.fromisoformat(one["started"]) if one["started"] else None,
+                    "origin": tuple(one["origin"]),
+                }
+            )
+            for one in saved["lives"]
+        ]
+        self._begun = saved["begun"]
+        self._engines = set(saved["engines"])
+        self._stop_asked = saved["stop_asked"]
+
     def _begin(self, record: Record | None) -> Life:
-        life = Life(index=len(self.all), started=record.time if record else None)
+        life = Life(index=self._begun, started=record.time if record else None, origin=self.at)
+        self._begun += 1
         self.all.append(life)
         self._engines.clear()
         self._progress.clear()

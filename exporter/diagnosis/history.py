@@ -119,7 +119,11 @@ def _phase(case: Case, class_id: str, classes: Mapping[str, FailureClass]) -> st
 
 
 def _identity(case: Case) -> str:
-    """Stable over restarts of the exporter: from the log alone."""
+    """Stable over restarts of the exporter: from the log alone.
+
+    The line number tells equal failures of a log without times apart.
+    """
     first = case.first
-    parts = (str(first.record.time), first.record.process, str(first.record.pid), first.kind, first.shown)
+    record = first.record
+    parts = (str(record.time), record.process, str(record.pid), first.kind, first.shown, str(first.line))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]

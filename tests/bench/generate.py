@@ -4,7 +4,7 @@ Kinds:
 
 ``mixed``       access lines, request lines and statistics as 0.32 prints them with
                 ``--enable-log-requests``; the server dies and starts again every 10 MB
-``crashloop``   the same, but it dies every 0.9 MB: 1,100 times in a gigabyte
+``crashloop``   the same, but it dies in every MiB: 900 times in a gigabyte
 ``warnings``    mostly lines that are not INFO: warnings, refused requests with tracebacks, debug
 ``iterations``  one line an engine step (``--enable-logging-iteration-details``)
 

@@ -104,8 +104,11 @@ def measure(command: list[str], directory: Path) -> Usage:
     output = directory / "output"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", _STARTER, str(output), *command],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=True, env=os.environ | {"LC_ALL": "C"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"LC_ALL": "C"},
+    )
     code, cpu, rss = done.stdout.split()
     text = output.read_text(encoding="utf-8", errors="replace")
     return Usage(int(code), float(cpu), int(rss) * 1024, text)
@@ -280,7 +283,9 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--megabytes", type=int, default=1000, help="size of each log; default: 1000")
-    parser.add_argument("--slow-megabytes", type=int, default=50, help="what slow peers read of it; default: 50")
+    parser.add_argument(
+        "--slow-megabytes", type=int, default=50, help="what slow peers read of it; default: 50"
+    )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="default: all")
     parser.add_argument("--runs", type=int, default=3, help="runs of each command; default: 3")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured")

@@ -1,0 +1,48 @@
+"""What every live source gives: chunks of whole lines, each with a token to go on from.
+
+A *source* is what the user configured (a glob, standard input, a container). It reads one or
+more *streams*: one generation of a file, one instance of a container. A stream has an identity
+that survives restarts of the exporter, and never changes what it has said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some lines of one stream, in order and without gaps.
+
+    ``data`` ends at a newline, save when ``ended`` (nothing more will come) or when one line is
+    longer than ``framing.MAX_LINE``. ``token`` resumes the stream right behind ``data``.
+    """
+
+    stream: str
+    data: bytes
+    token: str
+    ended: bool = False
+
+
+@dataclass(slots=True)
+class SourceStats:
+    """What a source says of itself; ``name`` is SOURCE as configured, never a matched path."""
+
+    name: str
+    opened: bool = False
+    read_errors: int = 0
+    rotations: dict[str, int] = field(default_factory=lambda: {"rename": 0, "truncate": 0, "reopen": 0})
+    lag_bytes: int = 0
+    problem: str | None = None
+
+
+class Source(Protocol):
+    """A live source. ``chunks`` runs until cancelled, or to the end of a finite input."""
+
+    stats: SourceStats
+
+    def chunks(self, resume: Mapping[str, str]) -> AsyncIterator[Chunk]:
+        """Every stream from the token in ``resume`` on, or from its beginning where it has none."""
+        ...
