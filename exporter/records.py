@@ -197,7 +197,7 @@ class Life:
     largest_step: int = 0
     near_misses: int = 0
     asleep: bool = False
-    origin: tuple[str, int] = ("", 0)  # stream and line where it was first seen
+    line: int = 0  # where it was first seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,3 +266,5 @@ class Incident:
     advice: Advice
     excerpt: tuple[str, ...]
     lines: tuple[int, int]
+    stream: str = ""
+    reports: frozenset[int] = frozenset()  # lines that reported the failure

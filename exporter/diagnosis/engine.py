@@ -31,8 +31,8 @@ class Lives:
         self._progress: list[tuple[str, Record]] = []
         self._stop_asked = False
         self._begun = 0
-        self.at: tuple[str, int] = ("", 0)
-        """Stream and line of the record being taken in."""
+        self.line = 0
+        """Line of the record being taken in."""
 
     @property
     def current(self) -> Life:
@@ -96,13 +96,7 @@ class Lives:
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go on where ``snapshot`` was taken."""
         self.all = [
-            Life(
-                **one
-                | {
-                    "started": datetime.fromisoformat(one["started"]) if one["started"] else None,
-                    "origin": tuple(one["origin"]),
-                }
-            )
+            Life(**one | {"started": datetime.fromisoformat(one["started"]) if one["started"] else None})
             for one in saved["lives"]
         ]
         self._begun = saved["begun"]
@@ -110,7 +104,7 @@ class Lives:
         self._stop_asked = saved["stop_asked"]
 
     def _begin(self, record: Record | None) -> Life:
-        life = Life(index=self._begun, started=record.time if record else None, origin=self.at)
+        life = Life(index=self._begun, started=record.time if record else None, line=self.line)
         self._begun += 1
         self.all.append(life)
         self._engines.clear()

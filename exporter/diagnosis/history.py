@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
 
-from ..records import Incident, LifeMark, Phase, Record
+from ..records import Dump, Failure, Incident, LifeMark, NearMiss, Phase, Record, Terminal
 from ..vllm.signals import signals
 from .advice import advise
 from .classify import classify
@@ -36,15 +38,23 @@ class History:
         self.lives = Lives()
         self._incidents = Incidents()
         self._frozen: dict[int, _Frozen] = {}
+        self._now: datetime | None = None
+        self.error_lines: list[int] = []
+        """Lines that reported a failure, before anything is put together; the caller empties it."""
+        self.activity = 0
+        """Grows with every line that an incident may need."""
 
     @property
     def near_misses(self) -> int:
         """Allocator retries that were survived."""
         return self._incidents.near_misses
 
-    def feed(self, record: Record) -> None:
-        """Take in one record."""
+    def feed(self, record: Record, stream: str = "") -> None:
+        """Take in one record of ``stream``; of a single one nobody needs a name."""
+        self._incidents.stream = stream
+        self.lives.line = record.numbers[0]
         if record.timed:
+            self._now = record.time
             for case in self._incidents.tick(record.time):
                 self._freeze(case)
         self._incidents.seen_record()
@@ -58,6 +68,10 @@ class History:
                     continue
             else:
                 self.lives.apply(signal)
+            if isinstance(signal, Failure):
+                self.error_lines.append(signal.line)
+            if isinstance(signal, (Failure, Terminal, Dump, NearMiss)):
+                self.activity += 1
             life = self.lives.current
             self._incidents.apply(signal, life, self.lives.previous, self.lives.last_progress())
             if getattr(signal, "kind", "") in ("fatal", "start_failed", "dead"):
@@ -79,6 +93,57 @@ class History:
     def incidents(self) -> list[Incident]:
         """Every incident so far, oldest first."""
         return [self._incident(case) for case in self._incidents.cases]
+
+    # --- for an input that does not end -----------------------------------------------------------
+
+    def settle(self) -> None:
+        """Nothing came for a second: what is open settles, as by the log's own clock."""
+        for case in self._incidents.settle():
+            self._freeze(case)
+
+    def settled(self) -> list[Incident]:
+        """The settled incidents that are not forgotten yet, oldest first."""
+        return [self._incident(case) for case in self._incidents.cases if case.settled]
+
+    def survived_warnings(self) -> list[NearMiss]:
+        """Near misses that no failure can claim any more."""
+        return self._incidents.survived_warnings(self._now)
+
+    @property
+    def open(self) -> bool:
+        """Whether an incident is being put together."""
+        return any(not case.settled for case in self._incidents.cases[-1:])
+
+    @property
+    def terminated(self) -> bool:
+        """Whether a line said how the newest incident ended."""
+        return any(case.ended or case.survived for case in self._incidents.cases[-1:])
+
+    @property
+    def done(self) -> bool:
+        """Whether reading may go on from here, with a snapshot, as if from the beginning."""
+        starting = self.lives.all and self.lives.current.state == "starting" and self.lives.current.started
+        before = self._incidents.cases[-1:]
+        if starting or self._now is None:
+            return False
+        if before and before[0].settled and before[0].life is not self.lives.current:
+            return not self._incidents.unclaimed(self._now)
+        return self._incidents.done(self._now)
+
+    def forget(self) -> None:
+        """Drop what only the end of a finite input would ask for."""
+        self._incidents.forget()
+        self.lives.forget(2)
+        last = {id(case) for case in self._incidents.cases}
+        self._frozen = {key: value for key, value in self._frozen.items() if key in last}
+
+    def snapshot(self) -> dict[str, object]:
+        """What ``restore`` needs to go on from here, as plain JSON data. Only when ``done``."""
+        return self.lives.snapshot()
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on where ``snapshot`` was taken."""
+        self.lives.restore(saved)
 
     def _freeze(self, case: Case) -> None:
         shown = facts(case)
@@ -107,6 +172,8 @@ class History:
             advice=advise(case, shown, found, one),
             excerpt=excerpt(case),
             lines=case.lines(),
+            stream=case.stream,
+            reports=frozenset(failure.line for failure in case.failures),
         )
 
 

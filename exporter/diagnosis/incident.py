@@ -19,6 +19,7 @@ from ..vllm.traceback import Reading, read
 SETTLE_SECONDS = 1.0
 _SAME_TEXT_SECONDS = 10.0  # 0.13 repeats a failure up to 5 s after it
 _DUMP_SECONDS = 5.0
+_KEPT_WARNINGS = 256
 _HANG_SECONDS = 900.0  # one rank fails, the others notice after execute_model's timeout (300 s)
 
 # Wordings that explain another one of the same failure, whichever comes first.
@@ -61,6 +62,7 @@ class Case:
     last_time: datetime | None = None
     settled: bool = False
     presumed_fatal: bool = False
+    stream: str = ""
 
     @property
     def time(self) -> datetime | None:
@@ -196,11 +198,44 @@ class Incidents:
         self._dump: dict[str, Dump] = {}
         self._records_since_warning = 0
         self._other_death = False
+        self._forgotten = 0
+        self.stream = ""
+        """Where the record being taken in comes from."""
 
     @property
     def near_misses(self) -> int:
         """Allocator warnings that no failure of the same size and device followed."""
-        return len(self._warnings)
+        return self._forgotten + len(self._warnings)
+
+    def survived_warnings(self, now: datetime | None) -> list[NearMiss]:
+        """Those that no failure can claim any more at ``now``, the latest of them at most 256."""
+        return [
+            w
+            for w in self._warnings
+            if now is None or (seconds_between(w.record.time, now) or 0) > _DUMP_SECONDS
+        ]
+
+    def unclaimed(self, now: datetime | None) -> bool:
+        """Whether a dump or a warning still waits for the failure it may belong to."""
+        dumped = next(iter(self._dump.values())).record.time if self._dump else None
+        waiting = bool(self._dump) and not (seconds_between(dumped, now) or 0) > _DUMP_SECONDS
+        return waiting or len(self.survived_warnings(now)) < len(self._warnings)
+
+    def done(self, now: datetime | None) -> bool:
+        """Whether nothing of what was seen can still be added to at ``now`` (None: unknown)."""
+        if self.unclaimed(now):
+            return False
+        case = self.cases[-1] if self.cases else None
+        if case is None:
+            return True
+        gap = seconds_between(case.last_time, now) if now is not None else None
+        if not case.settled or gap is None:
+            return False
+        return gap > (_SAME_TEXT_SECONDS if case.survived else _HANG_SECONDS)
+
+    def forget(self) -> None:
+        """Drop the cases that nothing can be added to: all but the last."""
+        del self.cases[:-1]
 
     def tick(self, time: datetime | None) -> Iterator[Case]:
         """The case that settles because the log's clock went on, if any."""
@@ -225,6 +260,9 @@ class Incidents:
                 self._dumped(signal, life)
             case NearMiss():
                 self._warnings.append(signal)
+                if len(self._warnings) > _KEPT_WARNINGS:
+                    del self._warnings[0]
+                    self._forgotten += 1
                 life.near_misses += 1
                 self._records_since_warning = 0
             case Terminal(kind="cut"):
@@ -239,16 +277,22 @@ class Incidents:
         self._records_since_warning += 1
 
     def new_life(self) -> None:
-        """A new life began: nothing of the old one belongs to it."""
+        """A new life began: nothing of the old one belongs to it, and its last failure ended it."""
+        for case in self.cases[-1:]:
+            case.presumed_fatal = True
         self._dump.clear()
         self._other_death = False
 
-    def finish(self) -> Iterator[Case]:
-        """The input ended: what is open settles; a failed step that nobody outlived was fatal."""
+    def settle(self) -> Iterator[Case]:
+        """What is open settles: nothing came for a second, whatever the log's clock says."""
         case = self._open()
         if case is not None:
             case.settled = True
             yield case
+
+    def finish(self) -> Iterator[Case]:
+        """The input ended: what is open settles; a failed step that nobody outlived was fatal."""
+        yield from self.settle()
         for one in self.cases:
             one.presumed_fatal = True
 
@@ -277,6 +321,7 @@ class Incidents:
                 state_before=life.state,
                 asleep_before=life.asleep,
                 largest_step_before=life.largest_step,
+                stream=self.stream,
             )
             if self._dump and self._close(
                 next(iter(self._dump.values())).record, failure.record, _DUMP_SECONDS

@@ -14,9 +14,10 @@ from __future__ import annotations
 import heapq
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from typing import Any
 
 from ..records import Line, Record
 
@@ -25,6 +26,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 MAX_RECORD_LINES = 2000
 MAX_RECORD_CHARS = 1 << 21
 _KEPT_PREFIXES = 6  # lines of a record repeat its prefix, and a few processes interleave
+_KEPT_PIDS = 4096
 _OPEN_BARE = 4  # records of a process without a prefix that may interleave
 
 # (EngineCore pid=104) ERROR 11-02 10:00:00 [core.py:1586] msg     INFO 06-01 12:00:00 llm_engine.py:161] msg
@@ -130,6 +132,7 @@ class _Open:
     numbers: list[int] = field(default_factory=list)
     chars: int = 0
     first_returns: int = 0
+    last_returns: int = 0
     closed: bool = False
     timed: bool = True
 
@@ -138,6 +141,7 @@ class _Open:
             self.first_returns = line.carriage_returns
         elif line.carriage_returns < self.first_returns:
             self.closed = True  # the last line of a record has one \r less than the others
+        self.last_returns = line.carriage_returns
         if len(self.lines) < MAX_RECORD_LINES and self.chars < MAX_RECORD_CHARS:
             self.lines.append(text)
             self.numbers.append(line.number)
@@ -189,6 +193,53 @@ class LogParser:
             self._arrivals += 1
             heapq.heappush(self._done, (record.numbers[0], self._arrivals, record))
         yield from self._release()
+
+    # --- for an input that does not end ----------------------------------------------------------
+
+    @property
+    def open(self) -> bool:
+        """Whether a record may still grow."""
+        return bool(self._open or self._done)
+
+    def peek(self) -> Iterator[Record]:
+        """What ``flush`` would give, left open: an error is counted before its record is complete."""
+        yield from (record for _, _, record in self._done)
+        for opened in self._open.values():
+            for one in opened:
+                yield one.record()
+
+    def rest(self) -> Iterator[Record]:
+        """A short silence: the records that do not announce another line.
+
+        All lines of a record but the last end with an extra ``\\r``. What a client wrote in the
+        middle of a record must not become the beginning of one because a writer was slow.
+        """
+        for slot, opened in list(self._open.items()):
+            if not any(one.first_returns and one.last_returns >= one.first_returns for one in opened):
+                for record in self._close(self._open.pop(slot)):
+                    self._arrivals += 1
+                    heapq.heappush(self._done, (record.numbers[0], self._arrivals, record))
+        yield from self._release()
+
+    def until(self, latest: datetime) -> None:
+        """Times may now be as late as ``latest``."""
+        self._clock = Clock(latest)
+
+    def snapshot(self) -> dict[str, object]:
+        """What ``restore`` needs to go on, as plain JSON data. Only when nothing is open."""
+        return {
+            "pids": sorted(self._pids),
+            "leads": sorted(self._leads),
+            "logged": self._logged,
+            "now": self._now.isoformat() if self._now else None,
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on where ``snapshot`` was taken."""
+        self._pids = {(process, pid) for process, pid in saved["pids"]}
+        self._leads = set(saved["leads"])
+        self._logged = saved["logged"]
+        self._now = datetime.fromisoformat(saved["now"]) if saved["now"] else None
 
     def _release(self) -> Iterator[Record]:
         """What no open record began before. Many processes at once do not hold it up for ever."""
@@ -268,6 +319,8 @@ class LogParser:
         file = key[-2]
         text = line.text[end:]
         if pid is not None:
+            if len(self._pids) > _KEPT_PIDS:
+                self._pids.clear()  # of engines long gone
             self._pids.add((process, str(pid)))
         # Pasted logs lose newlines: ERROR 11-07 12:01:00 [x.py:5] a ERROR 11-07 12:01:00 [x.py:5] b
         own = line.text[line.text.rfind(key[0], 0, end) : end]

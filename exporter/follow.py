@@ -1,0 +1,467 @@
+"""Follows one vLLM server: chunks of its log in; counts, lives and incidents out.
+
+The same ``History`` as in ``analyze``, with three things a finite log does not need:
+
+* *quiet*: records and incidents are closed by silence, counted in ticks of the caller's timer, so
+  that a process that was stopped for a minute does not take its own absence for a silence;
+* *forgetting*: only what later lines can still change stays in memory;
+* *exactly once*: reading goes on from a checkpoint, a moment when nothing was open. What was
+  counted behind the checkpoint is known by line number (lines) or by an identity that comes
+  from the log alone (incidents, lives, near misses), so reading it again counts nothing twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import islice
+from typing import Any
+
+from .diagnosis.engine import changed
+from .diagnosis.history import History
+from .diagnosis.knowledge import FailureClass
+from .document import incident_document, life_document
+from .records import Failure, Incident, Life, Record
+from .sources.framing import Framing
+from .sources.scan import Scanner
+from .sources.stream import Chunk
+from .status import LastIncident, TargetStatus
+from .vllm.log import LogParser
+from .vllm.signals import signals
+
+TICK = 0.1
+"""Seconds between two calls of ``Follower.tick``."""
+
+_RECORD_TICKS = 2  # a record is written at once; what follows later is another one
+_TERMINAL_TICKS = 4
+_SETTLE_TICKS = 10  # one second
+_CHECKPOINT_TICKS = 20
+_REPLAY_BYTES = 64 << 20  # what a restart may have to read again, at most
+_KNOWN = 10_000
+_RECENT = 100
+_KEPT_STREAMS = 1000
+_SHOWN_INCIDENTS = 200
+_SHOWN_LIVES = 50
+_BANDS = {"insufficient": 0.25, "possible": 0.5, "probable": 0.8, "confirmed": 1.0}
+
+
+@dataclass(slots=True)
+class Known:
+    """What was counted of an incident, so that it is not counted again."""
+
+    class_id: str
+    phase: str
+    fatal: bool
+    stream: str = ""
+    reports: frozenset[int] = frozenset()  # lines that reported it
+    version: tuple[int, bool] = (0, False)  # of the evidence in the stored document
+
+
+@dataclass(slots=True)
+class StreamState:
+    """How far one stream was read: where to go on (``token`` …), and what was counted."""
+
+    source: str
+    token: str = ""
+    lines: int = 0
+    parser: Mapping[str, Any] | None = None
+    counted_lines: int = 0
+    errors: set[int] = field(default_factory=set)  # lines behind the checkpoint that were counted
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """Where a restart goes on: streams, and the lives at that moment."""
+
+    streams: dict[str, StreamState]
+    history: Mapping[str, Any]
+
+
+class _Stream:
+    """One stream being read."""
+
+    def __init__(self, name: str, source: str, latest: datetime, saved: StreamState | None) -> None:
+        self.name = name
+        self.source = source
+        self.scanner = Scanner()
+        self.framing = Framing()
+        self.parser = LogParser(latest)
+        self.token = ""
+        self.counted_lines = 0
+        self.errors: set[int] = set()
+        self.ended = False
+        self.quiet = 0  # ticks without a line worth parsing
+        self.silent = 0  # ticks without any line
+        if saved is not None:
+            self.token = saved.token
+            self.scanner.lines = saved.lines
+            self.counted_lines = saved.counted_lines
+            self.errors = set(saved.errors)
+            if saved.parser is not None:
+                self.parser.restore(saved.parser)
+
+    @property
+    def open(self) -> bool:
+        return self.parser.open or self.framing.waiting
+
+    @property
+    def truncated(self) -> int:
+        return self.scanner.truncated + self.framing.truncated
+
+    def state(self) -> StreamState:
+        return StreamState(
+            self.source, self.token, self.scanner.lines, self.parser.snapshot(), self.counted_lines
+        )
+
+
+class Follower:
+    """One target. ``take`` chunks as they come and ``tick`` ten times a second; read ``status``."""
+
+    def __init__(
+        self,
+        status: TargetStatus,
+        classes: Mapping[str, FailureClass],
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        self.status = status
+        self._classes = classes
+        self._now = now
+        self._history = History(classes)
+        self._streams: dict[str, _Stream] = {}
+        self._saved: dict[str, StreamState] = {}
+        self.known: dict[str, Known] = {}
+        self.events: dict[str, float] = {}
+        self.dirty: dict[str, dict[str, object]] = {}  # incident documents that are to be saved
+        self.new_events: dict[str, float] = {}
+        self.checkpoint: Checkpoint | None = None
+        self.urgent = False
+        """Whether something was counted that may not be lost; the caller saves and clears it."""
+        self.changed = False
+        self._candidate: Checkpoint | None = None
+        self._ticks_since_candidate = 0
+        self._bytes_since = 0
+        self._silent_ticks = 0
+        self._activity = 0
+        self._ticks = 0
+        self._fed = False
+        self._ended: dict[str, StreamState] = {}
+
+    # --- going on where a former process stopped ------------------------------------------------
+
+    def restore(
+        self,
+        checkpoint: Checkpoint | None,
+        known: Mapping[str, Known],
+        events: Mapping[str, float],
+    ) -> None:
+        """Take over what was saved; ``status`` was filled by the caller."""
+        self.known.update(known)
+        self.events.update(events)
+        if checkpoint is None:
+            return
+        self.checkpoint = checkpoint
+        self._saved = dict(checkpoint.streams)
+        if checkpoint.history:
+            self._history.restore(checkpoint.history)
+        self._refresh_lives()
+
+    def tokens(self) -> dict[str, str]:
+        """Where the sources go on."""
+        return {name: state.token for name, state in self._saved.items() if state.token}
+
+    def reading(self) -> dict[str, StreamState]:
+        """What was counted of every stream that is read, and where the checkpoint is in it."""
+        before = self.checkpoint.streams if self.checkpoint else {}
+        found: dict[str, StreamState] = {}
+        for name, stream in self._streams.items():
+            at = before.get(name)
+            found[name] = StreamState(
+                stream.source,
+                at.token if at else "",
+                at.lines if at else 0,
+                at.parser if at else None,
+                stream.counted_lines,
+                {n for n in stream.errors if at is None or n > at.lines},
+            )
+        return found | self._ended
+
+    def saved(self) -> None:
+        """Everything that was new is safe."""
+        self.dirty.clear()
+        self.new_events.clear()
+        self._ended.clear()
+        self.urgent = False
+
+    # --- input ----------------------------------------------------------------------------------
+
+    def take(self, source: str, chunk: Chunk, at: float) -> None:
+        """Read the next lines of one stream. ``at``: seconds since the epoch."""
+        stream = self._streams.get(chunk.stream)
+        if stream is None:
+            stream = _Stream(chunk.stream, source, self._now(), self._saved.pop(chunk.stream, None))
+            self._streams[chunk.stream] = stream
+        for data in _parts(chunk.data, stream.counted_lines - stream.scanner.lines):
+            self._read(stream, data)
+        stream.token = chunk.token
+        if chunk.ended:
+            stream.ended = True
+            self._give(stream, stream.scanner.finish())
+            self._flush(stream)
+        if chunk.data:
+            stream.silent = 0
+            self.status.last_line_timestamp[source] = at
+            self._bytes_since += len(chunk.data)
+        self.changed = True
+        self._look(stream)
+        self._update()
+
+    def _read(self, stream: _Stream, data: bytes) -> None:
+        """``data`` is either all behind what was counted, or all new."""
+        scanner, counts, source = stream.scanner, self.status.counts, stream.source
+        lines, unparsed, truncated = scanner.lines, stream.parser.unparsed, stream.truncated
+        self._give(stream, scanner.feed(data))
+        if lines < stream.counted_lines:
+            return
+        new = scanner.lines - lines
+        odd = min(new, stream.parser.unparsed - unparsed)
+        counts.lines[source, "parsed"] += new - odd
+        counts.lines[source, "unparsed"] += odd
+        counts.read_bytes[source] += len(data)
+        counts.truncated[source] += stream.truncated - truncated
+        stream.counted_lines = scanner.lines
+
+    def _give(self, stream: _Stream, lines: Iterable[tuple[int, bytes]]) -> None:
+        for number, raw in lines:
+            stream.quiet = 0
+            for line in stream.framing.feed(number, raw):
+                self._records(stream, stream.parser.feed(line))
+
+    def _flush(self, stream: _Stream) -> None:
+        for line in stream.framing.flush():
+            self._records(stream, stream.parser.feed(line))
+        self._records(stream, stream.parser.flush())
+
+    def _records(self, stream: _Stream, records: Iterable[Record]) -> None:
+        for record in records:
+            self._fed = True
+            self._history.feed(record, stream.name)
+            if self._history.error_lines:
+                self._count_errors(stream, self._history.error_lines)
+                self._history.error_lines.clear()
+
+    def _look(self, stream: _Stream) -> None:
+        """Count error lines of records that are not complete yet: alerts wait for nothing."""
+        if not stream.open:
+            return
+        for record in stream.parser.peek():
+            if record.level in ("", "ERROR", "CRITICAL"):
+                self._count_errors(
+                    stream, [signal.line for signal in signals(record) if isinstance(signal, Failure)]
+                )
+
+    def _count_errors(self, stream: _Stream, lines: Iterable[int]) -> None:
+        for line in lines:
+            if line not in stream.errors:
+                stream.errors.add(line)
+                self.status.counts.error_lines += 1
+                self.urgent = True
+
+    # --- silence --------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """A tenth of a second went by, during which the caller was able to read."""
+        self._ticks += 1
+        if self._ticks % 36_000 == 0:
+            for stream in self._streams.values():
+                stream.parser.until(self._now())
+        for stream in self._streams.values():
+            stream.quiet += 1
+            stream.silent += 1
+            if not stream.open:
+                continue
+            if stream.quiet >= _SETTLE_TICKS:
+                self._flush(stream)
+            elif stream.quiet >= _RECORD_TICKS and (stream.silent >= _RECORD_TICKS or stream.quiet >= 5):
+                self._records(stream, stream.parser.rest())
+            self._update()
+        if self._history.activity != self._activity:
+            self._activity, self._silent_ticks = self._history.activity, 0
+        else:
+            self._silent_ticks += 1
+        if self._history.open and self._silent_ticks >= (
+            _TERMINAL_TICKS if self._history.terminated else _SETTLE_TICKS
+        ):
+            self._history.settle()
+            self._update(settled=True)
+        self._advance()
+
+    def finish(self) -> None:
+        """The input is finite and ended."""
+        for stream in self._streams.values():
+            self._flush(stream)
+        self._history.finish()
+        self._update(settled=True)
+
+    def _advance(self) -> None:
+        """Move the checkpoint to a moment two seconds ago, if nothing was open then or since."""
+        self._ticks_since_candidate += 1
+        forced = self._bytes_since > _REPLAY_BYTES
+        if not forced and (not self._history.done or any(s.open for s in self._streams.values())):
+            self._candidate = None
+            return
+        if not self.changed and self._candidate is None:
+            return
+        if self._candidate is not None and self._ticks_since_candidate < _CHECKPOINT_TICKS:
+            return
+        if self._candidate is not None:
+            self.checkpoint = self._candidate
+            for name, state in self._candidate.streams.items():
+                if (stream := self._streams.get(name)) is not None:
+                    stream.errors = {n for n in stream.errors if n > state.lines}
+            for name in [n for n, s in self._streams.items() if s.ended and n in self._candidate.streams]:
+                del self._streams[name]
+                self._ended[name] = self._saved[name] = self._candidate.streams[name]
+                if len(self._saved) > _KEPT_STREAMS:
+                    del self._saved[next(iter(self._saved))]
+        self._candidate = None
+        if self.changed or forced:
+            streams = {name: stream.state() for name, stream in self._streams.items()}
+            self._candidate = Checkpoint(streams, self._history.snapshot())
+            self._bytes_since = 0
+            self.changed = False
+        self._ticks_since_candidate = 0
+
+    # --- results --------------------------------------------------------------------------------
+
+    def _update(self, settled: bool = False) -> None:
+        if not (self._fed or settled):
+            return  # ordinary traffic: nothing reached the history
+        self._fed = False
+        history = self._history
+        for incident in history.settled():
+            self._incident(incident)
+        for warning in history.survived_warnings():
+            record = warning.record
+            if self._once("near_miss", record.time, record.process, record.pid, record.numbers[0]):
+                self.status.counts.near_misses += 1
+        self._refresh_lives()
+        history.forget()
+
+    def _incident(self, incident: Incident) -> None:
+        counts = self.status.counts
+        identity, known = self._same(incident)
+        version = (len(incident.reports) + incident.lines[1], incident.fatal)
+        if known is None:
+            known = Known(incident.class_id, str(incident.phase), False, incident.stream)
+            self.known[identity] = known
+            if len(self.known) > _KNOWN:
+                del self.known[next(iter(self.known))]
+            counts.incidents[known.class_id, known.phase] += 1
+        elif known.version == version or (known.fatal and not incident.fatal):
+            return
+        known.version, known.reports = version, known.reports | incident.reports
+        if incident.fatal and not known.fatal:
+            known.fatal = True
+            counts.fatal[known.class_id] += 1
+        shown = incident_document(incident) | {
+            "id": identity,
+            "class": known.class_id,
+            "phase": known.phase,
+        }
+        self.dirty[identity] = shown
+        self.urgent = True
+        others = [one for one in self.status.incidents if one["id"] != identity]
+        self.status.incidents = [shown, *others][:_SHOWN_INCIDENTS]
+        when = incident.time.timestamp() if incident.time else self._now().timestamp()
+        facts = incident.facts
+        before = self.status.last.get(known.class_id)
+        if before is None or before.timestamp <= when:
+            self.status.last[known.class_id] = LastIncident(
+                when,
+                _whole(facts.get("tried_bytes")),
+                _whole(facts.get("free_bytes")),
+                _whole(facts.get("step_tokens")),
+                _whole(facts.get("max_prompt_tokens")),
+                _number(facts.get("kv_cache_usage")),
+                _BANDS[str(incident.confidence)],
+            )
+            budget = incident.advice.numbers.get("recommended_max_num_batched_tokens")
+            if budget is not None:
+                self.status.recommended_budget = budget
+
+    def _same(self, incident: Incident) -> tuple[str, Known | None]:
+        """Identity of the incident, and what was counted of it already.
+
+        The first report may be another one on a second reading, when processes wrote at once and
+        silences fell differently; a line reports one incident only.
+        """
+        if (known := self.known.get(incident.id)) is not None:
+            return incident.id, known
+        for identity in islice(reversed(self.known), _RECENT):
+            known = self.known[identity]
+            if known.stream == incident.stream and known.reports & incident.reports:
+                return identity, known
+        return incident.id, None
+
+    def _refresh_lives(self) -> None:
+        status, lives = self.status, self._history.lives
+        for life in lives.all:
+            # cut to a second, as its first record may be read in two pieces
+            key = (life.started.replace(microsecond=0),) if life.started else (life.line,)
+            if self._once("life", *key):
+                status.counts.engine_starts += 1
+            if life.fingerprint["info"] and life.fingerprint["error"] and self._once("fingerprint", *key):
+                form = "full" if life.fingerprint["warn"] else "without_warn"
+                status.counts.fingerprints[form] += 1
+            self._show_life(life)
+        status.life = lives.all[-1] if lives.all else None
+        status.previous = lives.previous
+        if status.life is None:
+            return
+        status.engine_start_timestamp = status.life.started.timestamp() if status.life.started else None
+        status.largest_step_tokens = status.life.largest_step or None
+        if status.previous is not None and status.engine_start_timestamp is not None:
+            for name, _, _ in changed(status.previous, status.life):
+                status.setting_changed[name] = status.engine_start_timestamp
+
+    def _show_life(self, life: Life) -> None:
+        shown = life_document(life) | {"index": life.index}
+        engines = self.status.engines
+        for at in range(len(engines) - 1, -1, -1):
+            if engines[at]["index"] == life.index:
+                engines[at] = shown
+                return
+        engines.append(shown)
+        del engines[:-_SHOWN_LIVES]
+
+    def _once(self, *parts: object) -> bool:
+        """Whether this is seen for the first time, also by a former process."""
+        key = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:12]
+        if key in self.events:
+            return False
+        when = self._now().timestamp()
+        self.events[key] = self.new_events[key] = when
+        if len(self.events) > _KNOWN:
+            del self.events[next(iter(self.events))]
+        self.urgent = True
+        return True
+
+
+def _parts(data: bytes, lines: int) -> Iterable[bytes]:
+    """``data`` cut behind its first ``lines`` lines, where that falls inside it."""
+    if not 0 < lines < data.count(b"\n"):
+        return (data,)
+    at = -1
+    for _ in range(lines):
+        at = data.find(b"\n", at + 1)
+    return (data[: at + 1], data[at + 1 :])
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
