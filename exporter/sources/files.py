@@ -1,0 +1,998 @@
+"""Log files of a path or glob, followed for as long as they live, over every kind of rotation.
+
+A path is not a file: rotation renames it, truncates it under a copy, deletes and recreates it,
+or points a link elsewhere. What is followed here is therefore a *generation*: an open file,
+known by device, inode and its first bytes. Its name is only where it was found.
+
+Nothing that is reported by the kernel or the file system is trusted alone. A wake-up is a hint
+that shortens the wait for the next look; the size of a file may have regrown past the old
+position, so what stands in front of the position is read again with every block and must be
+what it was. ``_Generation`` reads one file, ``_expand`` matches paths, ``DirectoryWaker`` waits,
+and ``FileSource`` decides which file follows which.
+
+Files are opened for reading only, never locked, and kept open until they are done.
+"""
+
+# Paths are compared as text and looked at by the thousand, so they stay strings here.
+# ruff: noqa: PTH100, PTH112, PTH114, PTH115, PTH116, PTH118, PTH119, PTH120
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fnmatch
+import glob
+import itertools
+import json
+import os
+import re
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import blake2b
+from typing import Protocol
+
+from .framing import MAX_LINE
+from .scan import BLOCK
+from .stream import Chunk, SourceStats
+
+MAX_FILES = 512
+"""Files open at a time; beyond it the one that has been quiet longest makes room."""
+
+CHECK_SECONDS = 1.0
+SCAN_SECONDS = 2.0
+DRAIN_SECONDS = 5.0
+"""How long a file that was rotated away must be quiet, once the next one has data, to be done."""
+
+_HEAD = 1024  # bytes at the beginning that a generation is recognised by
+_LAST = 256  # bytes before a position that must still be there
+_HELD = 16 << 10  # a longer unfinished line is read again when its end comes, not kept
+_FILES = 4096  # files one look takes into account, the newest
+_MARKS = 2 * _FILES  # positions of files that are not open, kept so that none is read twice
+_ENTRIES = 20_000  # directory entries one look may visit
+_DEPTH = 64  # directories that ** may go down
+_RACY = 20_000_000  # ns; a directory may change again within one tick of its time stamp
+
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
+# app.log.1  app.log-20260730  0.log.20241010-132438  app.log.old
+_ROTATED = re.compile(r"[._-](?:\d[\dT:._+-]*Z?|old|prev|bak)")
+
+Key = tuple[int, int]  # device, inode
+
+
+# --- waiting ------------------------------------------------------------------------------
+
+
+class Waker(Protocol):
+    """Something that may know earlier than a timer that there is something to look at."""
+
+    async def wait(self, timeout: float) -> None:
+        """Return when a look is worth while, and at the latest after ``timeout`` seconds."""
+        ...
+
+
+class DirectoryWaker:
+    """Wakes when something changes in one of the directories that ``directories`` names.
+
+    Directories are watched, not files: a watch on a file ends with the file. The kernel's queue
+    is looked at every 4 ms while a log is busy, and every 20 ms after 10 s without a change,
+    because each look costs a thread switch. Where watching fails (no inotify instances left,
+    a directory that went away) ``wait`` comes back every 0.25 s instead.
+    """
+
+    BUSY_MS, IDLE_MS, IDLE_SECONDS = 4, 20, 10.0
+    BLIND_SECONDS, RETRY_SECONDS = 0.25, 5.0
+
+    def __init__(self, directories: Callable[[], Iterable[str]]) -> None:
+        self._directories = directories
+        self._watched: frozenset[str] = frozenset()
+        self._blind = True
+        self._retry_at = 0.0
+        self._event = asyncio.Event()
+        self._stop = threading.Event()
+
+    async def wait(self, timeout: float) -> None:
+        """Return on a change, and at the latest after ``timeout`` seconds."""
+        wanted = frozenset(self._directories())
+        if wanted != self._watched or (self._blind and time.monotonic() >= self._retry_at):
+            self.close()
+            self._watched, self._stop, self._blind = wanted, threading.Event(), False
+            self._retry_at = time.monotonic() + self.RETRY_SECONDS
+            arguments = (sorted(wanted), self._stop, asyncio.get_running_loop())
+            threading.Thread(target=self._watch, args=arguments, name="log-watch", daemon=True).start()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(timeout, self.BLIND_SECONDS) if self._blind else timeout):
+                await self._event.wait()
+        self._event.clear()
+
+    def close(self) -> None:
+        """Stop watching; the thread ends within 20 ms."""
+        self._stop.set()
+
+    def _watch(self, directories: list[str], stop: threading.Event, loop: asyncio.AbstractEventLoop) -> None:
+        from watchfiles._rust_notify import RustNotify  # the step can change from call to call only here
+
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to wake
+            try:
+                notify = RustNotify(
+                    directories, False, False, 300, recursive=False, ignore_permission_denied=True
+                )
+                changed = time.monotonic()
+                loop.call_soon_threadsafe(self._event.set)  # what happened before the watch began
+                while True:
+                    busy = time.monotonic() - changed < self.IDLE_SECONDS
+                    step = self.BUSY_MS if busy else self.IDLE_MS
+                    result = notify.watch(step, step, 1000, stop)
+                    if isinstance(result, set):
+                        changed = time.monotonic()
+                        loop.call_soon_threadsafe(self._event.set)
+                    elif result != "timeout":
+                        return
+            except (OSError, RuntimeError):
+                if not stop.is_set():
+                    loop.call_soon_threadsafe(self._lost_sight)
+
+    def _lost_sight(self) -> None:
+        self._blind = True
+        self._event.set()
+
+
+# --- recognising --------------------------------------------------------------------------
+
+
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=12).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A position in one generation, with what is needed to recognise the generation again.
+
+    ``fingerprint`` is over ``fingerprint_length`` bytes from ``start`` on (not 0 only where the
+    file begins with a hole), ``last`` over the ``last_length`` bytes before ``offset``: logs that
+    begin with the same banner differ there. ``modified`` is the modification time, in ns, when
+    the file was last found to be that generation. ``ended``: everything was given out.
+    """
+
+    stream: str
+    path: str
+    real: str
+    device: int
+    inode: int
+    offset: int
+    start: int
+    fingerprint_length: int
+    fingerprint: str
+    last_length: int
+    last: str
+    modified: int
+    ended: bool = False
+
+    def token(self) -> str:
+        """The mark as JSON; the stream is the key it is kept under."""
+        values = asdict(self)
+        del values["stream"]
+        return json.dumps(values, separators=(",", ":"))
+
+    @classmethod
+    def parse(cls, stream: str, token: str) -> Mark | None:
+        """The mark in ``token``, or None if it is none of a file."""
+        try:
+            mark = cls(stream=stream, **json.loads(token))
+        except (ValueError, TypeError):
+            return None
+        numbers = (mark.device, mark.inode, mark.offset, mark.start, mark.modified)
+        lengths = (mark.fingerprint_length, mark.last_length)
+        if not all(type(n) is int and n >= 0 for n in numbers + lengths):
+            return None
+        texts = (mark.path, mark.real, mark.fingerprint, mark.last)
+        if not all(type(t) is str for t in texts) or "\0" in mark.path + mark.real:
+            return None
+        sane = mark.fingerprint_length <= _HEAD and mark.last_length <= min(_LAST, mark.offset)
+        return mark if sane and type(mark.ended) is bool else None
+
+    def fits(self, fd: int, size: int) -> bool:
+        """Whether the open file holds what was read up to this mark. Raises ``OSError``."""
+        if size < self.offset:
+            return False
+        head = os.pread(fd, self.fingerprint_length, self.start)
+        last = os.pread(fd, self.last_length, self.offset - self.last_length)
+        return _digest(head) == self.fingerprint and _digest(last) == self.last
+
+
+class _ReplacedError(Exception):
+    """The file no longer holds what was read from it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Generation:
+    """One generation of a file, read block by block.
+
+    ``offset`` is behind the last byte given out, ``scanned`` behind the last byte looked at:
+    between them lies an unfinished line. It is kept in ``held`` while it is short.
+    """
+
+    fd: int
+    path: str
+    real: str
+    key: Key
+    stream: str = ""  # named when it first says something: an empty file has nothing to be known by
+    offset: int = 0
+    scanned: int = 0
+    start: int = 0
+    head: bytes = b""
+    behind: bytes = b""  # before offset
+    last: bytes = b""  # before scanned
+    held: bytes | None = b""
+    size: int = 0
+    links: int = 1
+    complete: int = -1  # modification time at which everything was read
+    modified: int = 0
+    stalled: bool = False
+    changed_at: float = 0.0  # when it last grew, or lost its path
+    copied: bool = False  # a copy takes the place of what was truncated; it will not grow
+    ended: bool = False
+    after: _Generation | None = None
+    barrier: int = 0
+
+    @property
+    def more(self) -> bool:
+        """Whether there is something to read now."""
+        return self.fd >= 0 and self.scanned < self.size and not self.stalled
+
+    def waits(self) -> bool:
+        """Whether what came before it at this path is still to be read."""
+        first = self.after
+        if first is not None and (first.fd < 0 or first.scanned >= self.barrier or first.stalled):
+            self.after = first = None
+        return first is not None
+
+    def follow(self, first: _Generation) -> None:
+        """Wait until ``first`` was read to where it ends now."""
+        self.after, self.barrier = first, first.size
+
+    def mark(self) -> Mark:
+        """Where reading goes on."""
+        return Mark(
+            self.stream, self.path, self.real, *self.key, self.offset, self.start,
+            len(self.head), _digest(self.head), len(self.behind), _digest(self.behind),
+            self.modified, self.ended,
+        )  # fmt: skip
+
+    def look(self) -> bool:
+        """Take size and links; true if there may be something new. Raises ``_ReplacedError``, ``OSError``."""
+        status = os.fstat(self.fd)
+        self.size, self.links = status.st_size, status.st_nlink
+        if self.size == self.scanned and status.st_mtime_ns == self.complete:
+            return False
+        if self.size < self.scanned or os.pread(self.fd, len(self.head), self.start) != self.head:
+            raise _ReplacedError
+        if self.size == self.scanned:  # touched, or written again to the same length
+            if os.pread(self.fd, len(self.last), self.scanned - len(self.last)) != self.last:
+                raise _ReplacedError
+            self.complete = status.st_mtime_ns
+        self.modified = status.st_mtime_ns
+        return self.size > self.scanned
+
+    def read(self) -> bytes:
+        """The next whole lines, from at most one block. Raises ``_ReplacedError``, ``OSError``."""
+        self.stalled = False
+        if not self.look():
+            return b""
+        # One read takes what must still be there and what is new: nothing fits in between.
+        keep = len(self.last)
+        data = os.pread(self.fd, BLOCK, self.scanned - keep)
+        block = data[keep:]
+        if data[:keep] != self.last:
+            raise _ReplacedError
+        if not block:
+            self.stalled = True  # a size that is not true; ask again after the next wake-up
+            return b""
+        if block[0] == 0 and self.scanned == self.start:
+            self._skip_hole(block)
+            return b""
+        self.last = data[-_LAST:]
+        cut = block.rfind(b"\n") + 1
+        if cut:
+            return self._give(self.partial() + block[:cut], block[cut:])
+        if self.scanned + len(block) - self.offset <= MAX_LINE:
+            self._hold(None if self.held is None else self.held + block, self.scanned + len(block))
+            return b""
+        whole = self.partial() + block
+        return self._give(whole[:MAX_LINE], whole[MAX_LINE:])
+
+    def partial(self) -> bytes:
+        """The unfinished line. Raises ``_ReplacedError``, ``OSError``."""
+        if self.held is not None:
+            return self.held
+        data = os.pread(self.fd, self.scanned - self.offset, self.offset)
+        if len(data) != self.scanned - self.offset:
+            raise _ReplacedError
+        return data
+
+    def finish(self) -> bytes:
+        """Give up the file, and the unfinished line with it."""
+        try:
+            rest = self.partial()
+        except (_ReplacedError, OSError):
+            rest = b""
+        self.ended = True
+        return self._give(rest, b"")
+
+    def go_to(self, mark: Mark) -> None:
+        """Go on from ``mark``, which fits. Raises ``OSError``."""
+        self.stream, self.start, self.offset = mark.stream, mark.start, mark.offset
+        self.head = os.pread(self.fd, mark.fingerprint_length, mark.start)
+        self.behind = self.last = os.pread(self.fd, mark.last_length, mark.offset - mark.last_length)
+        self.modified, self.complete = mark.modified, -1
+        self._hold(b"", mark.offset)
+
+    def close(self) -> None:
+        """Close the file; what is known of it stays."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def _give(self, data: bytes, rest: bytes) -> bytes:
+        self.offset += len(data)
+        if len(self.head) < _HEAD:
+            self.head = (self.head + data[:_HEAD])[:_HEAD]
+        self.behind = (self.behind + data[-_LAST:])[-_LAST:]
+        self._hold(rest, self.offset + len(rest))
+        return data
+
+    def _hold(self, rest: bytes | None, scanned: int) -> None:
+        self.held = rest if rest is not None and len(rest) <= _HELD else None
+        self.scanned = scanned
+
+    def _skip_hole(self, block: bytes) -> None:
+        """A writer without O_APPEND goes on at its old position after a truncation; NULs lead there."""
+        zeros = len(block) - len(block.lstrip(b"\0"))
+        at = self.scanned + zeros
+        if zeros == len(block):
+            with suppress(OSError):  # not every file system knows its holes
+                at = max(at, os.lseek(self.fd, self.scanned, os.SEEK_DATA))
+        self.start = self.offset = self.scanned = at
+
+
+# --- matching -----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Found:
+    """What a look at the file system found; ``directories`` with their modification times."""
+
+    files: dict[str, os.stat_result] = field(default_factory=dict)
+    directories: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, OSError] = field(default_factory=dict)
+    entries: int = 0
+
+    def add_directory(self, path: str) -> None:
+        """Watch ``path``, or the nearest directory above it that exists."""
+        while path not in self.directories:
+            try:
+                self.directories[path] = os.stat(path).st_mtime_ns
+            except OSError:
+                path = os.path.dirname(path)
+            else:
+                return
+
+    def add_file(self, path: str) -> None:
+        """Take ``path`` if it leads to a regular file, and watch all directories on the way."""
+        self.add_directory(os.path.dirname(path))
+        try:
+            status = os.stat(path)
+        except FileNotFoundError:
+            status = None
+        except OSError as error:
+            self.errors[path] = error
+            return
+        step = path
+        for _ in range(8):  # /var/log/containers -> /var/log/pods -> /var/lib/docker
+            try:
+                step = os.path.join(os.path.dirname(step), os.readlink(step))
+            except OSError:
+                break
+            self.add_directory(os.path.dirname(os.path.normpath(step)))
+        if status is not None and stat.S_ISREG(status.st_mode):
+            self.files[path] = status
+
+    def list(self, path: str) -> Iterator[os.DirEntry[str]]:
+        """The entries of a directory, hidden ones too."""
+        self.add_directory(path)
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    self.entries += 1
+                    if self.entries > _ENTRIES:
+                        return
+                    yield entry
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            self.errors[path] = error
+
+
+def _expand(pattern: str) -> _Found:
+    """The files that match. ``**`` does not go through links, so it can't go in circles."""
+    found = _Found()
+    if _is_plain(pattern):
+        found.add_file(pattern)
+    else:
+        _walk("/", pattern.strip("/").split("/"), found, _DEPTH)
+    return found
+
+
+def _is_plain(pattern: str) -> bool:
+    return not glob.has_magic(pattern) or os.path.lexists(pattern)
+
+
+def _walk(directory: str, parts: list[str], found: _Found, depth: int) -> None:
+    part, rest = parts[0], parts[1:]
+    if part == "**":
+        rest = rest or ["*"]
+        _walk(directory, rest, found, depth)
+        if depth:
+            for entry in found.list(directory):
+                if not entry.name.startswith(".") and _is_directory(entry, links=False):
+                    _walk(entry.path, ["**", *rest], found, depth - 1)
+    elif glob.has_magic(part):
+        fits = re.compile(fnmatch.translate(part)).match
+        for entry in found.list(directory):
+            if not fits(entry.name) or (entry.name.startswith(".") and not part.startswith(".")):
+                continue
+            if not rest:
+                if not entry.name.endswith(_PACKED):
+                    found.add_file(entry.path)
+            elif _is_directory(entry, links=True):
+                _walk(entry.path, rest, found, depth)
+    elif rest:
+        path = os.path.join(directory, part)
+        if os.path.isdir(path):
+            _walk(path, rest, found, depth)
+        else:
+            found.add_directory(path)
+    else:
+        found.add_file(os.path.join(directory, part))
+
+
+def _is_directory(entry: os.DirEntry[str], *, links: bool) -> bool:
+    try:
+        return entry.is_dir(follow_symlinks=links)
+    except OSError:
+        return False
+
+
+# --- following ----------------------------------------------------------------------------
+
+
+class FileSource:
+    """The log files of one path or glob, as a ``Source``.
+
+    ``waker`` is for tests and for systems with a better hint; ``clock`` gives seconds that only
+    grow. One read error is counted for a file however often it is tried again, until it works.
+    """
+
+    def __init__(
+        self,
+        pattern: str,
+        *,
+        waker: Waker | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        max_files: int = MAX_FILES,
+        drain_seconds: float = DRAIN_SECONDS,
+    ) -> None:
+        self.stats = SourceStats(pattern)
+        self._pattern = os.path.abspath(pattern)
+        self._waker = waker
+        self._clock = clock
+        self._max_files = max_files
+        self._drain_seconds = drain_seconds
+        self._open: dict[Key, _Generation] = {}
+        self._at: dict[str, _Generation] = {}  # the newest generation of every path
+        self._past: dict[int, dict[str, Mark]] = {}  # by inode and stream: files that are not open
+        self._left: dict[str, list[Mark]] = {}  # by path: unfinished when the exporter stopped
+        self._judged: dict[Key, tuple[int, int]] = {}  # size and time of files with nothing for us
+        self._names: dict[str, None] = {}  # every stream, so that no two share a name
+        self._failing: dict[str, str] = {}
+        self._ready: deque[Chunk] = deque()
+        self._directories: dict[str, int] = {}
+        self._crowded = False
+        self._scanned_at = 0  # ns since the epoch
+        self._next_scan = self._next_check = self._not_before = self._now = clock()
+
+    async def chunks(self, resume: Mapping[str, str]) -> AsyncIterator[Chunk]:
+        """Every generation of every matching file, from its token in ``resume`` on, until cancelled."""
+        self._remember(resume)
+        waker = self._waker or DirectoryWaker(lambda: self._directories)
+        try:
+            while True:
+                await self._look()
+                for generation in (None, *self._open.values()):
+                    if generation is not None:
+                        self._step(generation)
+                    while self._ready:
+                        yield self._ready.popleft()
+                        await asyncio.sleep(0)  # a consumer that never waits would stop everyone else
+                self._tell()
+                if any(one.more and not one.waits() for one in self._open.values()):
+                    await asyncio.sleep(0)
+                else:
+                    due = min(self._next_scan, self._next_check) - self._clock()
+                    await waker.wait(min(max(due, 0.001), CHECK_SECONDS))
+        finally:
+            if isinstance(waker, DirectoryWaker):
+                waker.close()
+            for generation in self._open.values():
+                generation.close()
+            self._open.clear()
+
+    # --- reading
+
+    def _step(self, generation: _Generation) -> None:
+        """Read one block of one file, or find that it is done."""
+        if generation.fd < 0 or generation.waits():
+            return
+        scanned = generation.scanned
+        try:
+            data = generation.read()
+        except _ReplacedError:
+            self._replaced(generation)
+            return
+        except OSError as error:
+            self._fail(generation.path, error)
+            self._put_away(generation)
+            return
+        if self._failing:
+            self._failing.pop(generation.path, None)
+        if generation.scanned != scanned or data:
+            generation.changed_at = self._now
+        if data:
+            self._say(generation, data)
+        elif not generation.more and self._is_done(generation):
+            self._end(generation)
+
+    def _say(self, generation: _Generation, data: bytes) -> None:
+        if not generation.stream:
+            generation.stream = self._name(generation.key, data[:_HEAD])
+        self._ready.append(Chunk(generation.stream, data, generation.mark().token(), generation.ended))
+
+    def _name(self, key: Key, head: bytes) -> str:
+        """An identity that no other generation has, even one with the same inode and first bytes."""
+        base = f"{key[0]}:{key[1]}:{_digest(head)}"
+        for number in itertools.count():
+            name = blake2b(f"{base}:{number}".encode(), digest_size=8).hexdigest()
+            if name not in self._names:
+                break
+        self._take_name(name)
+        return name
+
+    def _take_name(self, name: str) -> None:
+        self._names[name] = None
+        while len(self._names) > 2 * _MARKS:
+            del self._names[next(iter(self._names))]
+
+    def _is_done(self, generation: _Generation) -> bool:
+        """Whether nothing can come any more: the writer has moved on, or the file is gone.
+
+        As long as the next file is empty the writer may still hold this one: logrotate creates
+        the new file before it tells the writer, and some writers never listen.
+        """
+        successor = self._at.get(generation.path)
+        moved = successor is not None and successor is not generation
+        if generation.copied:
+            return True
+        if generation.links and not (moved and successor is not None and successor.size > 0):
+            return False
+        return self._now - generation.changed_at >= self._drain_seconds
+
+    def _end(self, generation: _Generation) -> None:
+        data = generation.finish()
+        if data or generation.stream:
+            self._say(generation, data)
+        self._put_away(generation)
+
+    def _put_away(self, generation: _Generation) -> None:
+        """Close a file but know it again."""
+        if self._open.get(generation.key) is generation:
+            del self._open[generation.key]
+        generation.close()
+        if generation.stream:
+            self._keep(generation.mark())
+
+    def _replaced(self, old: _Generation) -> None:
+        """The file was truncated and perhaps written again: a new generation in the same inode."""
+        self.stats.rotations["truncate"] += 1
+        new = _Generation(old.fd, old.path, old.real, old.key, changed_at=self._now)
+        with suppress(OSError):
+            new.size = os.fstat(new.fd).st_size
+        self._open[old.key] = new
+        if self._at.get(old.path) is old:
+            self._at[old.path] = new
+        old.fd = -1
+        copy = self._find_copy(old.mark()) if old.offset > old.start else None
+        if copy is None:
+            self._end(old)
+        else:  # the rest of what was truncated lies in the copy; it is the same stream
+            chain = [copy, *self._between(old.path, copy, new), new]
+            for first, second in itertools.pairwise(chain):
+                second.follow(first)
+
+    # --- which file follows which
+
+    def _remember(self, resume: Mapping[str, str]) -> None:
+        for stream, token in resume.items():
+            self._take_name(stream)
+            mark = Mark.parse(stream, token)
+            if mark is not None:
+                self._keep(mark)
+                if not mark.ended:
+                    self._left.setdefault(mark.path, []).append(mark)
+
+    def _keep(self, mark: Mark) -> None:
+        marks = self._past.pop(mark.inode, {})
+        marks.pop(mark.stream, None)
+        marks[mark.stream] = mark
+        while len(marks) > 16:
+            del marks[next(iter(marks))]
+        self._past[mark.inode] = marks
+        while len(self._past) > _MARKS:
+            del self._past[next(iter(self._past))]
+
+    async def _look(self) -> None:
+        """Find out what the paths lead to, if that may have changed."""
+        self._now = self._clock()
+        plain = _is_plain(self._pattern)
+        due = plain or self._now >= self._next_scan
+        if not due and self._now >= self._not_before:
+            due = self._directories_changed()
+        if not due and self._now >= self._next_check:
+            due = any(_key_at(path) != one.key for path, one in self._at.items() if one.fd >= 0)
+        if self._now >= self._next_check:
+            self._next_check = self._now + CHECK_SECONDS
+        if not due:
+            return
+        began, self._scanned_at = time.monotonic(), time.time_ns()
+        # A tree may be large or on a slow file system; a single path is not worth a thread.
+        found = _expand(self._pattern) if plain else await asyncio.to_thread(_expand, self._pattern)
+        self._now = self._clock()
+        took = time.monotonic() - began
+        self._next_scan, self._not_before = self._now + max(SCAN_SECONDS, 10 * took), self._now + 10 * took
+        self._directories = found.directories
+        self._settle(found)
+
+    def _directories_changed(self) -> bool:
+        for path, known in self._directories.items():
+            try:
+                modified = os.stat(path).st_mtime_ns
+            except OSError:
+                return True
+            if modified != known or modified > self._scanned_at - _RACY:
+                return True
+        return False
+
+    def _settle(self, found: _Found) -> None:
+        """Bring what is open in line with what was found."""
+        for path in [one for one in self._failing if one not in found.files and one not in found.errors]:
+            del self._failing[path]
+        for path, error in found.errors.items():
+            self._fail(path, error)
+        self._crowded = False
+        families: dict[str, _Generation] = {}
+        # Files that are known claim their place first, then older before newer: so history is in order.
+        order = sorted(found.files.items(), key=lambda f: (f[1].st_mtime_ns, f[0]))[-_FILES:]
+        order.sort(key=lambda f: f[1].st_ino not in self._past)
+        for path, status in order:
+            new = self._visit(path, status)
+            if new is not None:
+                family = _family(path)
+                first = families.get(family)
+                if first is not None and first is not new.after and new.after in (None, first.after):
+                    new.follow(first)
+                families[family] = new
+        closed = [path for path, one in self._at.items() if one.fd < 0]
+        for path in closed[: -_FILES // 2]:
+            del self._at[path]
+        while len(self._judged) > _MARKS:
+            del self._judged[next(iter(self._judged))]
+
+    def _visit(self, path: str, status: os.stat_result) -> _Generation | None:
+        """Look at what ``path`` leads to; the generation if it was opened now."""
+        key = (status.st_dev, status.st_ino)
+        current, known = self._at.get(path), self._open.get(key)
+        if known is not None:
+            if current is not None and current.key != key and os.path.islink(path):  # pointed back
+                self.stats.rotations["reopen"] += 1
+                current.changed_at = self._now
+                self._at[path], known.path, known.real = known, path, os.path.realpath(path)
+            return None
+        if self._judged.get(key) == (status.st_size, status.st_mtime_ns):
+            return None
+        new = self._admit(path, key)
+        if new is None:
+            return None
+        self._take_over(path, new)
+        return new
+
+    def _admit(self, path: str, key: Key) -> _Generation | None:
+        """Open a file that is not open, and find out how far it was read before."""
+        if len(self._open) >= self._max_files and not self._make_room():
+            self._crowded = True
+            return None
+        try:
+            new = _open(path)
+            if new is None:
+                return None
+            try:
+                taken = new.key not in self._open and self._recognise(path, new)
+            except OSError:
+                new.close()
+                raise
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._fail(path, error)
+            return None
+        self.stats.opened = True
+        if not taken or new.path != path:
+            self._failing.pop(path, None)
+        if not taken:
+            new.close()
+            return None
+        self._judged.pop(key, None)
+        new.changed_at = self._now
+        self._open[new.key] = new
+        return new
+
+    def _recognise(self, path: str, new: _Generation) -> bool:
+        """Set where to go on; false if there is nothing to read. Raises ``OSError``."""
+        mark = self._mark_of(new)
+        if mark is not None:
+            if mark.ended and new.size == mark.offset:
+                self._judge(new)
+                return False
+            # Written to after it was done: a stream that has ended stays so, this is another.
+            new.go_to(replace(mark, stream="") if mark.ended else mark)
+            if os.path.dirname(mark.path) == os.path.dirname(path):
+                new.path = mark.path  # renamed meanwhile; whatever is there now comes after it
+            return True
+        return not self._is_copy(path, new)
+
+    def _mark_of(self, one: _Generation) -> Mark | None:
+        """How far an open file was read before, if it was. Raises ``OSError``."""
+        marks = [
+            mark
+            for mark in self._past.get(one.key[1], {}).values()
+            # a device may have another number after a reboot; then the content must say enough
+            if (mark.device == one.key[0] or mark.offset >= _LAST) and mark.fits(one.fd, one.size)
+        ]
+        return max(marks, key=lambda mark: (mark.offset, not mark.ended), default=None)
+
+    def _judge(self, one: _Generation) -> None:
+        status = os.fstat(one.fd)
+        self._judged[one.key] = (status.st_size, status.st_mtime_ns)
+
+    def _is_copy(self, path: str, new: _Generation) -> bool:
+        """Whether ``new`` is being copied from a file that is open here, to be truncated next."""
+        for one in tuple(self._open.values()):
+            if not _is_sibling(path, one.path) or self._at.get(one.path) is not one:
+                continue
+            if new.size == 0:
+                return True  # not yet to be told; there is nothing to read in it either
+            try:
+                one.look()
+            except _ReplacedError:
+                self._replaced(one)  # which takes the copy, if this is one
+                return new.key in self._open
+            except OSError:
+                continue
+            near = max(new.size - _LAST, 0)
+            if (
+                one.size >= new.size
+                and os.pread(one.fd, min(_HEAD, new.size), 0) == os.pread(new.fd, _HEAD, 0)
+                and os.pread(one.fd, new.size - near, near) == os.pread(new.fd, new.size - near, near)
+            ):
+                self._judge(new)
+                return True
+        return False
+
+    def _take_over(self, path: str, new: _Generation) -> None:
+        """``new`` was found at ``path``: what was there before is read first."""
+        before = self._at.get(new.path)
+        if new.path != path:  # it was renamed while it was closed; what lies at its old path follows it
+            if before is None or before.fd < 0:
+                self._at[new.path] = new
+            elif before.key != new.key:
+                before.follow(new)
+            return
+        self._at[path] = new
+        if before is not None and before.key == new.key and before.stream == new.stream:
+            return  # it could not be read for a while, or had to make room
+        busy = {one.stream for one in self._open.values()}
+        marks = [mark for mark in self._left.pop(path, []) if mark.stream not in busy]
+        if before is not None and before.fd < 0 and not before.ended and before.stream:
+            marks.append(before.mark())
+        chain = [one for mark in sorted(marks, key=lambda m: m.modified) if (one := self._find(mark))]
+        if before is not None and before.fd >= 0:
+            before.changed_at = self._now
+            chain.append(before)
+        if not new.stream and (marks or before is not None):  # else it was counted when it was new
+            self.stats.rotations[_kind(before, new, chain, marks)] += 1
+        if chain:
+            chain += self._between(path, chain[-1], new)
+        for first, second in itertools.pairwise([*chain, new]):
+            second.follow(first)
+
+    def _find(self, mark: Mark) -> _Generation | None:
+        """The file of ``mark`` under another name in the same directory, opened; or its copy."""
+        for entry in self._siblings(mark):
+            if entry.inode() == mark.inode and (one := self._reopen(entry.path, mark)):
+                return one
+        return self._find_copy(mark)
+
+    def _find_copy(self, mark: Mark) -> _Generation | None:
+        """A file that holds what was truncated, opened. Only what was written since can be it."""
+        if mark.offset == mark.start:
+            return None
+        for entry in self._siblings(mark):
+            if _is_sibling(entry.path, mark.real) and entry.inode() != mark.inode:
+                try:
+                    status = entry.stat()
+                except OSError:
+                    continue
+                if status.st_mtime_ns >= mark.modified and (one := self._reopen(entry.path, mark)):
+                    one.copied = True
+                    return one
+        return None
+
+    def _siblings(self, mark: Mark) -> list[os.DirEntry[str]]:
+        found = _Found()
+        directories = {os.path.dirname(mark.real), os.path.dirname(os.path.realpath(mark.path))}
+        return [e for d in sorted(directories) for e in found.list(d) if not e.name.endswith(_PACKED)]
+
+    def _reopen(self, path: str, mark: Mark | None) -> _Generation | None:
+        """Open ``path`` if it fits ``mark`` (anything does, if None) and is not open yet."""
+        try:
+            one = _open(path)
+        except OSError:
+            return None
+        if one is None:
+            return None
+        try:
+            if one.key not in self._open and (mark is None or mark.fits(one.fd, one.size)):
+                if mark is not None:
+                    one.go_to(mark)
+                    one.path, one.real = mark.path, mark.real
+                one.changed_at = self._now
+                self._open[one.key] = one
+                return one
+        except OSError:
+            pass
+        one.close()
+        return None
+
+    def _between(self, path: str, first: _Generation, last: _Generation) -> list[_Generation]:
+        """Files that came and went at ``path`` while nobody looked, opened, oldest first."""
+        found: list[tuple[int, str]] = []
+        with suppress(OSError):
+            since = os.fstat(first.fd).st_mtime_ns
+            name = os.path.basename(last.real)
+            for entry in self._siblings(first.mark()):
+                if entry.name.startswith(name) and _ROTATED.fullmatch(entry.name[len(name) :]):
+                    status = entry.stat()
+                    if status.st_mtime_ns >= since and status.st_size:
+                        found.append((status.st_mtime_ns, entry.path))
+        chain = []
+        for _, one_path in sorted(found):
+            if len(self._open) >= self._max_files and not self._make_room():
+                break
+            one = self._reopen(one_path, None)
+            if one is None:
+                continue
+            del self._open[one.key]
+            try:
+                seen = self._mark_of(one) is not None or self._is_copy(one_path, one)
+            except OSError:
+                seen = True
+            if seen or one.key in self._open:
+                one.close()
+                continue
+            self._open[one.key] = one
+            one.path, one.real, one.copied = path, one_path, first.copied
+            self.stats.rotations["truncate" if first.copied else "rename"] += 1
+            chain.append(one)
+        return chain
+
+    def _make_room(self) -> bool:
+        """Close the file that has been quiet longest, one that was rotated away before others."""
+        quiet = [one for one in self._open.values() if not one.more and not one.waits()]
+        if not quiet:
+            return False
+        oldest = min(quiet, key=lambda one: (self._at.get(one.path) is one, one.changed_at))
+        with suppress(OSError):
+            self._judge(oldest)
+        self._put_away(oldest)
+        return True
+
+    # --- telling
+
+    def _fail(self, path: str, error: OSError) -> None:
+        if path not in self._failing:
+            self.stats.read_errors += 1
+        if path in self._failing or len(self._failing) < MAX_FILES:
+            self._failing[path] = _explain(path, error)
+
+    def _tell(self) -> None:
+        self.stats.lag_bytes = sum(max(one.size - one.offset, 0) for one in self._open.values())
+        if self._failing:
+            others = len(self._failing) - 1
+            problem = next(iter(self._failing.values()))
+            self.stats.problem = f"{problem} (and {others} more)" if others else problem
+        elif self._crowded:
+            self.stats.problem = (
+                f"{self.stats.name}: more than {self._max_files} files are being written; narrow the pattern"
+            )
+        elif not self.stats.opened:
+            self.stats.problem = f"{self.stats.name}: no such file yet; check the path if it should exist"
+        else:
+            self.stats.problem = None
+
+
+def _open(path: str) -> _Generation | None:
+    """``path`` opened for reading, None if it is no regular file. Raises ``OSError``."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        os.close(fd)
+        raise
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        return None
+    one = _Generation(fd, path, os.path.realpath(path), (status.st_dev, status.st_ino))
+    one.size, one.links = status.st_size, status.st_nlink
+    return one
+
+
+def _key_at(path: str) -> Key | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _kind(before: _Generation | None, new: _Generation, found: list[_Generation], marks: list[Mark]) -> str:
+    """How the file that was at a path lost it to ``new``."""
+    if before is not None and before.fd >= 0:
+        links = 0
+        with suppress(OSError):
+            links = os.fstat(before.fd).st_nlink
+        stays = before.real != before.path and _key_at(before.real) == before.key  # a link was swapped
+        return "reopen" if links == 0 or stays else "rename"
+    if any(mark.inode == new.key[1] for mark in marks) or (before is not None and before.key == new.key):
+        return "truncate"
+    return "rename" if found else "reopen"
+
+
+def _family(path: str) -> str:
+    """What generations of one log share: ``0.log.20241010-132438``, ``0.log`` and ``1.log`` are one."""
+    directory, name = os.path.split(path)
+    return os.path.join(directory, re.sub(r"\d+", "0", name.partition(".log")[0]))
+
+
+def _is_sibling(path: str, base: str) -> bool:
+    """Whether ``path`` is named as what a rotation makes of ``base``."""
+    return path != base and path.startswith(base)
+
+
+def _explain(path: str, error: OSError) -> str:
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"{path}: permission denied; let the exporter's user or group read it"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{path}: too many open files; raise the limit (ulimit -n) or narrow the pattern"
+    return f"{path}: {error.strerror or error}; it is tried again every {SCAN_SECONDS:.0f} s"
