@@ -1,0 +1,1 @@
+"""What is served over HTTP: metrics, JSON and pages, behind TLS and passwords where configured."""
