@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import __version__
+
+if TYPE_CHECKING:
+    from .config import Config
 
 EXIT_OK = 0
 EXIT_INCIDENT = 1
@@ -59,6 +64,24 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     analyze.set_defaults(command=_analyze)
 
+    run = commands.add_parser(
+        "run",
+        help="the sidecar: follow a server's log, scrape it, count and serve",
+        description="Follow the log of a vLLM server and serve what happens as metrics. Every option is also "
+        "a key of the configuration file and a variable VLLM_OOM_…; a flag wins over a variable, and that over the file.",
+    )
+    _add_options(run)
+    run.set_defaults(command=_run)
+
+    check = commands.add_parser(
+        "check",
+        help="validate the configuration",
+        description="Read the configuration as 'run' would and name every problem with its place. "
+        "Exit code: 0 valid, 2 not.",
+    )
+    _add_options(check)
+    check.set_defaults(command=_check)
+
     explain = commands.add_parser(
         "explain",
         help="what a class of failure is and what to do about it",
@@ -67,6 +90,63 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("class_id", nargs="?", metavar="CLASS")
     explain.set_defaults(command=_explain)
     return parser
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    from .config import options
+
+    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file, YAML")
+    for option in options():
+        text = option.help + (f"; default: {option.default}" if option.default else "")
+        text = text.replace("%", "%%")
+        if option.kind.switch:
+            parser.add_argument(
+                option.flag, dest=option.key, action=argparse.BooleanOptionalAction, default=None, help=text
+            )
+        else:
+            parser.add_argument(
+                option.flag, dest=option.key, metavar=option.kind.metavar, help=text,
+                action="append" if option.kind.repeatable else "store",
+            )  # fmt: skip
+
+
+def _load(args: argparse.Namespace) -> Config:
+    from .config import load
+
+    return load(args.config, os.environ, vars(args))
+
+
+def _refuse(problems: Sequence[str]) -> int:
+    for problem in problems:
+        print(f"vllm-oom-exporter: {problem}", file=sys.stderr)
+    return EXIT_USAGE
+
+
+def _run(args: argparse.Namespace) -> int:
+    from .app import run
+    from .config import ConfigError
+    from .diagnosis.knowledge import KnowledgeError, builtin_classes, load_classes
+
+    try:
+        config = _load(args)
+        classes = dict(builtin_classes())
+        if config.classes is not None:
+            classes |= load_classes(config.classes)
+    except ConfigError as error:
+        return _refuse(error.problems)
+    except KnowledgeError as error:
+        return _refuse([f"--classes: {error}"])
+    return run(config, classes, lambda: _load(args))
+
+
+def _check(args: argparse.Namespace) -> int:
+    from .config import ConfigError, describe
+
+    try:
+        sys.stdout.write(describe(_load(args)))
+    except ConfigError as error:
+        return _refuse(error.problems)
+    return EXIT_OK
 
 
 def _analyze(args: argparse.Namespace) -> int:

@@ -124,8 +124,12 @@ class Follower:
         status: TargetStatus,
         classes: Mapping[str, FailureClass],
         now: Callable[[], datetime] = datetime.now,
+        before: Callable[[float], list[dict[str, float]]] = lambda _: [],
     ) -> None:
         self.status = status
+        self._before = before
+        self.fed = 0
+        """Grows with every record that tells more than that the server is there."""
         self._classes = classes
         self._now = now
         self._history = History(classes)
@@ -138,6 +142,8 @@ class Follower:
         self.checkpoint: Checkpoint | None = None
         self.urgent = False
         """Whether something was counted that may not be lost; the caller saves and clears it."""
+        self.stale = False
+        """Whether anything at all changed since the last save."""
         self.changed = False
         self._candidate: Checkpoint | None = None
         self._ticks_since_candidate = 0
@@ -167,9 +173,16 @@ class Follower:
             self._history.restore(checkpoint.history)
         self._refresh_lives()
 
-    def tokens(self) -> dict[str, str]:
-        """Where the sources go on."""
-        return {name: state.token for name, state in self._saved.items() if state.token}
+    def tokens(self, source: str) -> dict[str, str]:
+        """Where the streams of a source go on."""
+        return {
+            name: state.token for name, state in self._saved.items() if state.token and state.source == source
+        }
+
+    @property
+    def unresolved(self) -> bool:
+        """Whether a failure was logged, and not how it ended."""
+        return self._history.unresolved
 
     def reading(self) -> dict[str, StreamState]:
         """What was counted of every stream that is read, and where the checkpoint is in it."""
@@ -192,7 +205,7 @@ class Follower:
         self.dirty.clear()
         self.new_events.clear()
         self._ended.clear()
-        self.urgent = False
+        self.urgent = self.stale = False
 
     # --- input ----------------------------------------------------------------------------------
 
@@ -213,7 +226,7 @@ class Follower:
             stream.silent = 0
             self.status.last_line_timestamp[source] = at
             self._bytes_since += len(chunk.data)
-        self.changed = True
+        self.changed = self.stale = True
         self._look(stream)
         self._update()
 
@@ -246,6 +259,7 @@ class Follower:
     def _records(self, stream: _Stream, records: Iterable[Record]) -> None:
         for record in records:
             self._fed = True
+            self.fed += 1
             self._history.feed(record, stream.name)
             if self._history.error_lines:
                 self._count_errors(stream, self._history.error_lines)
@@ -317,6 +331,7 @@ class Follower:
             return
         if self._candidate is not None:
             self.checkpoint = self._candidate
+            self.stale = True
             for name, state in self._candidate.streams.items():
                 if (stream := self._streams.get(name)) is not None:
                     stream.errors = {n for n in stream.errors if n > state.lines}
@@ -370,6 +385,8 @@ class Follower:
             "class": known.class_id,
             "phase": known.phase,
         }
+        if incident.time is not None and (metrics := self._before(incident.time.timestamp())):
+            shown["metrics_before"] = metrics
         self.dirty[identity] = shown
         self.urgent = True
         others = [one for one in self.status.incidents if one["id"] != identity]

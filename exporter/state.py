@@ -64,6 +64,11 @@ class Store:
             self._db = None
             raise StateError(f"{self.path.parent}: {_reason(error)}") from error
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a file to read from."""
+        return self._db is not None
+
     def close(self) -> None:
         """Close the file, if it is open."""
         if self._db is not None:

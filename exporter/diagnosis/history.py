@@ -120,6 +120,17 @@ class History:
         return any(case.ended or case.survived for case in self._incidents.cases[-1:])
 
     @property
+    def unresolved(self) -> bool:
+        """Whether a failure while serving was neither survived nor the end, as far as lines say."""
+        last = self._incidents.cases[-1:]
+        return any(
+            case.life is self.lives.current
+            and not (case.ended or case.survived or case.fatal)
+            and case.phase == "serving"
+            for case in last
+        )
+
+    @property
     def done(self) -> bool:
         """Whether reading may go on from here, with a snapshot, as if from the beginning."""
         starting = self.lives.all and self.lives.current.state == "starting" and self.lives.current.started

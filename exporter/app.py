@@ -1,0 +1,329 @@
+"""The sidecar put together: targets, state, web server; started, supervised, reloaded, stopped.
+
+A task that ends unexpectedly takes the process down: a restart is seen by everyone, frozen
+numbers by nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import aiohttp
+import structlog
+from aiohttp import web
+
+from . import logs
+from .config import KUBERNETES, STDIN, Config, ConfigError, TargetConfig
+from .diagnosis.knowledge import FailureClass
+from .follow import TICK
+from .scrape import open_session
+from .sources.files import FileSource
+from .sources.kube_client import KubeError
+from .sources.kubernetes import open_source as open_kubernetes
+from .sources.stdin import StdinSource
+from .sources.stream import Source
+from .state import StateError, Store
+from .status import Status, TargetStatus
+from .target import Target
+from .web.app import make_app
+from .web.server import serve
+from .web.tls import WebConfigError
+
+EXIT_OK = 0
+EXIT_CRASHED = 1
+EXIT_CONFIG = 2
+
+_SAVE_SECONDS = 1.0
+_RETRY_SECONDS = 10.0  # after the state could not be written
+_STOP_SECONDS = 2.0
+_FIXED = ("listen", "state_dir", "web_config_file", "web_enable_lifecycle", "web_hide_excerpts", "classes")
+
+log = structlog.get_logger(__name__)
+
+
+class StartError(Exception):
+    """The sidecar can't start; the message is one line for the user."""
+
+
+class App:
+    """One run of the sidecar. ``load`` reads the configuration anew for a reload."""
+
+    def __init__(
+        self, config: Config, classes: Mapping[str, FailureClass], load: Callable[[], Config]
+    ) -> None:
+        self.status = Status()
+        self._config = config
+        self._classes = classes
+        self._load = load
+        self._targets: dict[str, Target] = {}
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+        self._store = Store(config.state_dir) if config.state_dir else None
+        self._retry_at = 0.0
+        self._stop = asyncio.Event()
+        self._crash: BaseException | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self.bound: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+        """Where it listens, as soon as it does: the port may have been 0."""
+
+    async def run(self) -> int:
+        """Run until stopped by a signal or the end of standard input; returns the exit code."""
+        loop = asyncio.get_running_loop()
+        self._session = open_session()
+        runner: web.AppRunner | None = None
+        try:
+            self._open_store()
+            for one in self._config.targets:
+                self._add(one)
+            runner = await self._listen()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._stop.set)
+            loop.add_signal_handler(signal.SIGHUP, lambda: self._supervise("", self._reload_logged()))
+            for target in self._targets.values():
+                self._start(target)
+            self._supervise("", self._tick())
+            self._supervise("", self._end_with_input())
+            await self._stop.wait()
+        finally:
+            await self._shut_down(runner)
+        if self._crash is not None:
+            log.error("stopping after a crash", error=f"{type(self._crash).__name__}: {self._crash}")
+            return EXIT_CRASHED
+        log.info("stopped")
+        return EXIT_OK
+
+    # --- starting -------------------------------------------------------------------------------
+
+    def _open_store(self) -> None:
+        if self._store is None:
+            log.warning("no --state-dir: counters and positions are lost with this process")
+            return
+        try:
+            self._store.open()
+        except StateError as error:
+            self._state_failed(error)
+        if self._store.moved_aside is not None:
+            self.status.state_write_failures += 1
+            log.warning(
+                "the state file was moved aside and a new one begun",
+                why=self._store.why_moved,
+                moved_to=str(self._store.moved_aside),
+            )
+
+    async def _listen(self) -> web.AppRunner:
+        config = self._config
+        app = make_app(
+            self.status,
+            classes=self._classes,
+            reload=self.reload,
+            enable_lifecycle=config.web_enable_lifecycle,
+            hide_excerpts=config.web_hide_excerpts,
+        )
+        try:
+            runner = await serve(app, str(config.listen), config.web_config_file)
+        except WebConfigError as error:
+            raise StartError("\n".join(error.problems)) from error
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise StartError(
+                f"--listen {config.listen}: {reason}; choose another address or stop what listens there"
+            ) from error
+        self.bound.set_result(runner.addresses[0][:2])
+        log.info("listening", address=f"{runner.addresses[0][0]}:{runner.addresses[0][1]}")
+        return runner
+
+    def _add(self, config: TargetConfig) -> Target:
+        assert self._session is not None
+        status = TargetStatus(config.name, dict(config.labels))
+        sources = [_open_source(one) for one in config.log]
+        target = Target(config, status, sources, self._classes, self._session, self._config.scrape_interval)
+        if self._store is not None and self._store.is_open:
+            try:
+                self._store.load(target.follower)
+            except StateError as error:
+                self._state_failed(error)
+        self._targets[config.name] = target
+        self.status.targets = [one.status for one in self._targets.values()]
+        return target
+
+    def _start(self, target: Target) -> None:
+        for job in target.jobs(lambda: self._save(target)):
+            self._supervise(target.config.name, job)
+
+    def _supervise(self, owner: str, job: Coroutine[Any, Any, None]) -> None:
+        """Run ``job``; an exception in it ends the process."""
+        task = asyncio.get_running_loop().create_task(job)
+        self._tasks.setdefault(owner, []).append(task)
+        task.add_done_callback(lambda done: self._done(owner, done))
+
+    def _done(self, owner: str, task: asyncio.Task[None]) -> None:
+        if task in self._tasks.get(owner, []):
+            self._tasks[owner].remove(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task crashed", target=owner, exc_info=error)
+            self._crash = self._crash or error
+            self._stop.set()
+
+    # --- running --------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        save_at = loop.time() + _SAVE_SECONDS
+        while True:
+            await asyncio.sleep(TICK)
+            self.status.alive = now = loop.time()
+            for target in self._targets.values():
+                target.tick()
+            if not self.status.ready and all(target.opened for target in self._targets.values()):
+                self.status.ready = True
+                log.info("ready", targets=len(self._targets))
+            urgent = [target for target in self._targets.values() if target.follower.urgent]
+            for target in urgent:
+                self._save(target)
+            if now >= save_at:
+                save_at = now + _SAVE_SECONDS
+                for target in self._targets.values():
+                    if target.follower.stale:
+                        self._save(target)
+            self._say_problems()
+
+    def _say_problems(self) -> None:
+        for target in self._targets.values():
+            for source in target.status.sources:
+                key = ("source", target.config.name, source.name)
+                if source.problem is not None:
+                    logs.once(log, key, "the log can't be read", source=source.name, problem=source.problem)
+                else:
+                    logs.clear(log, key, "the log is read again", source=source.name)
+
+    def _save(self, target: Target) -> None:
+        """Save, or go on in memory; everything unsaved is part of the next attempt."""
+        if self._store is None:
+            target.follower.saved()
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._retry_at:
+            return
+        try:
+            self._store.save(target.follower)
+        except StateError as error:
+            self._state_failed(error)
+            self._retry_at = loop.time() + _RETRY_SECONDS
+        else:
+            logs.clear(log, ("state",), "the state is saved again")
+
+    def _state_failed(self, error: StateError) -> None:
+        self.status.state_write_failures += 1
+        logs.once(log, ("state",), "the state can't be saved: going on in memory", problem=str(error))
+
+    async def _end_with_input(self) -> None:
+        """Standard input ended: leave time for a last scrape, then stop."""
+        for target in list(self._targets.values()):
+            await target.ended.wait()
+        log.info("the input ended", linger_seconds=self._config.linger)
+        await asyncio.sleep(self._config.linger)
+        self._stop.set()
+
+    # --- reloading ------------------------------------------------------------------------------
+
+    async def reload(self) -> str | None:
+        """Take over the configuration as it is now, whole or not at all; what is wrong, or None."""
+        problem = self._reload()
+        self.status.config_reload_successful = problem is None
+        if problem is None:
+            log.info("configuration reloaded", targets=len(self._targets))
+        else:
+            log.error("configuration not reloaded", problem=problem)
+        return problem
+
+    async def _reload_logged(self) -> None:
+        await self.reload()
+
+    def _reload(self) -> str | None:
+        try:
+            new = self._load()
+        except ConfigError as error:
+            return "\n".join(error.problems)
+        for name in _FIXED:
+            if getattr(new, name) != getattr(self._config, name):
+                return f"{name} can't change while running; restart to change it"
+        wanted = {one.name: one for one in new.targets}
+        again = new.scrape_interval != self._config.scrape_interval
+        stdin = {one.name for one in self._config.targets if STDIN in one.log}
+        if any(one not in wanted or again or wanted[one] != self._targets[one].config for one in stdin):
+            return "the target that reads standard input can't change while running; restart to change it"
+        if any(STDIN in one.log and one.name not in stdin for one in new.targets):
+            return "standard input can't be added while running; restart to add it"
+        try:
+            for one in new.targets:
+                for source in one.log:
+                    if source.startswith(KUBERNETES):
+                        _open_source(source)
+        except StartError as error:
+            return str(error)
+        self._config = new
+        logs.configure(new.log_level, new.log_format)
+        for name, target in list(self._targets.items()):
+            if again or wanted.get(name) != target.config:
+                self._remove(name, target)
+        for one in new.targets:
+            if one.name not in self._targets:
+                self._start(self._add(one))
+        return None
+
+    def _remove(self, name: str, target: Target) -> None:
+        for task in self._tasks.pop(name, []):
+            task.cancel()
+        self._save(target)
+        del self._targets[name]
+
+    # --- stopping -------------------------------------------------------------------------------
+
+    async def _shut_down(self, runner: web.AppRunner | None) -> None:
+        tasks = [task for owned in self._tasks.values() for task in owned]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_STOP_SECONDS)
+        self._retry_at = 0.0
+        for target in self._targets.values():
+            self._save(target)
+        if self._store is not None:
+            self._store.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_SECONDS):
+                if runner is not None:
+                    await runner.cleanup()
+                if self._session is not None:
+                    await self._session.close()
+
+
+def _open_source(text: str) -> Source:
+    if text == STDIN:
+        return StdinSource(text)
+    if text.startswith(KUBERNETES):
+        try:
+            return open_kubernetes(text, os.environ)
+        except KubeError as error:
+            raise StartError(f"--log {text}: {error}") from error
+    return FileSource(text)
+
+
+def run(config: Config, classes: Mapping[str, FailureClass], load: Callable[[], Config]) -> int:
+    """Run the sidecar until it ends; returns the exit code of the contract."""
+    logs.configure(config.log_level, config.log_format)
+
+    async def main() -> int:
+        return await App(config, classes, load).run()
+
+    try:
+        return asyncio.run(main())
+    except StartError as error:
+        for line in str(error).splitlines():
+            print(f"vllm-oom-exporter: {line}", file=sys.stderr)
+        return EXIT_CONFIG
