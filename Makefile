@@ -1,16 +1,16 @@
-# make run    set everything up and analyse a real capture
+# make run    set everything up and run the sidecar beside a replay of a real vLLM that dies
 # make test   set everything up and run every check
 # make bench  compare the scan with mtail, grep and ripgrep (slow; installs Debian packages)
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-SAMPLE ?= tests/captures/mlp_eager_16384.log.gz
+LISTEN ?= 127.0.0.1:10977
 
 .PHONY: run test lint types unit golden bench clean
 
 run: $(VENV)/.run
-	@$(BIN)/vllm-oom-exporter analyze $(SAMPLE) || test $$? -eq 1
+	@$(BIN)/python tests/replay.py --listen $(LISTEN)
 
 test: lint types unit
 

@@ -77,9 +77,11 @@ class App:
         self._session = open_session()
         runner: web.AppRunner | None = None
         try:
+            if self._config.alertmanager_url:
+                log.warning("alertmanager_url is not used yet: alert from the metrics")
             self._open_store()
             for one in self._config.targets:
-                self._add(one)
+                self._add(self._build(one))
             runner = await self._listen()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._stop.set)
@@ -137,19 +139,26 @@ class App:
         log.info("listening", address=f"{runner.addresses[0][0]}:{runner.addresses[0][1]}")
         return runner
 
-    def _add(self, config: TargetConfig) -> Target:
+    def _build(self, config: TargetConfig) -> Target:
+        """A target that does nothing yet. Raises ``StartError`` where it never could."""
         assert self._session is not None
         status = TargetStatus(config.name, dict(config.labels))
         sources = [_open_source(one) for one in config.log]
-        target = Target(config, status, sources, self._classes, self._session, self._config.scrape_interval)
+        interval = self._config.scrape_interval
+        try:
+            return Target(config, status, sources, self._classes, self._session, interval)
+        except ValueError as error:
+            raise StartError(f"vllm_url of {config.name}: {error}") from error
+
+    def _add(self, target: Target) -> None:
+        """Take over what was saved of it, and show it."""
         if self._store is not None and self._store.is_open:
             try:
                 self._store.load(target.follower)
             except StateError as error:
                 self._state_failed(error)
-        self._targets[config.name] = target
+        self._targets[target.config.name] = target
         self.status.targets = [one.status for one in self._targets.values()]
-        return target
 
     def _start(self, target: Target) -> None:
         for job in target.jobs(lambda: self._save(target)):
@@ -259,21 +268,24 @@ class App:
             return "the target that reads standard input can't change while running; restart to change it"
         if any(STDIN in one.log and one.name not in stdin for one in new.targets):
             return "standard input can't be added while running; restart to add it"
+        old, self._config = self._config, new
         try:
-            for one in new.targets:
-                for source in one.log:
-                    if source.startswith(KUBERNETES):
-                        _open_source(source)
+            built = [
+                self._build(one)
+                for one in new.targets
+                if again or one.name not in self._targets or one != self._targets[one.name].config
+            ]
         except StartError as error:
+            self._config = old
             return str(error)
-        self._config = new
         logs.configure(new.log_level, new.log_format)
         for name, target in list(self._targets.items()):
             if again or wanted.get(name) != target.config:
                 self._remove(name, target)
-        for one in new.targets:
-            if one.name not in self._targets:
-                self._start(self._add(one))
+        for target in built:
+            self._add(target)
+            self._start(target)
+        self.status.targets = [one.status for one in self._targets.values()]
         return None
 
     def _remove(self, name: str, target: Target) -> None:

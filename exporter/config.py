@@ -313,7 +313,7 @@ _OPTIONS = (
     Option("--scrape-interval", _duration("100ms", "1h"), "2s", "time between two scrapes of the server"),
     Option("--listen", _ADDRESS, "0.0.0.0:10977", "address to serve metrics, pages and API on"),
     Option("--state-dir", _DIR, "", "where counters, incidents and log positions outlive a restart; without it they don't"),
-    Option("--alertmanager-url", _PUSH_URLS, "", "Alertmanager to push incidents to"),
+    Option("--alertmanager-url", _PUSH_URLS, "", "Alertmanager to push incidents to (checked only: not used yet)"),
     Option("--linger", _duration("0s", "1h"), "30s", "time left for a last scrape when standard input has ended"),
     Option("--web.config.file", _FILE, "", "TLS and basic auth, in the format of Prometheus' exporter-toolkit"),
     Option("--web.enable-lifecycle", _YES_NO, "false", "allow POST /-/reload"),

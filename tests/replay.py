@@ -142,9 +142,15 @@ async def _watch(session: aiohttp.ClientSession, base: str) -> None:
                 if line.startswith("vllm_oom_engine_state{") and line.endswith(" 1.0") and line != state:
                     state = line
                     print(f"{time.monotonic() - begin:5.1f} s  {line}")
-            counted = [one for one in lines if one.startswith("vllm_oom_incidents_total{") and one[-3:] != "0.0"]
+            counted = [
+                one for one in lines if one.startswith("vllm_oom_incidents_total{") and one[-3:] != "0.0"
+            ]
             if counted and 'state="dead"' in state:
-                shown = ("vllm_oom_error_lines_total ", "vllm_oom_fatal_incidents_total{", "vllm_oom_recommended")
+                shown = (
+                    "vllm_oom_error_lines_total ",
+                    "vllm_oom_fatal_incidents_total{",
+                    "vllm_oom_recommended",
+                )
                 counted += [one for one in lines if one.startswith(shown) and not one.endswith(" 0.0")]
                 print(f"{time.monotonic() - begin:5.1f} s  " + "\n         ".join(counted))
                 break

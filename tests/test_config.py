@@ -198,9 +198,11 @@ def test_every_invalid_file_has_its_problems() -> None:
     assert {path.stem for path in FILES.glob("invalid-*")} == {f"invalid-{name}" for name in INVALID}
 
 
+@pytest.mark.parametrize("loader", [yaml.SafeLoader, getattr(yaml, "CSafeLoader", yaml.SafeLoader)])
 @pytest.mark.parametrize("name", sorted(INVALID))
-def test_problems_hold_no_values(name: str) -> None:
+def test_problems_hold_no_values(name: str, loader: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No problem repeats a password, wherever it was written, and each is one printable line."""
+    monkeypatch.setattr(module, "_LOADER", loader)
     problems = problems_of(FILES / f"invalid-{name}.yaml")
     assert [one for one in problems if "hunter2" in one or "aHVudGVy" in one or not one.isprintable()] == []
 
@@ -278,6 +280,13 @@ def test_targets() -> None:
             {"namespace": "models", "pod": "embed-0", "container": "vllm"},
         ),
     )
+
+
+def test_labels_win_over_the_container_read(tmp_path: Path) -> None:
+    """Labels that are given replace those that would follow from the log."""
+    labels = {"namespace": "x", "pod": "y", "container": "z"}
+    target = {"name": "a", "log": ["kubernetes:n/p/c"], "vllm_url": "http://a", "labels": labels}
+    assert load(written(tmp_path, yaml.safe_dump({"targets": [target]})), {}, {}).targets[0].labels == labels
 
 
 def test_a_single_target_of_the_file_is_labelled() -> None:

@@ -8,7 +8,11 @@ from pathlib import Path
 import exporter
 
 ROOT = Path(exporter.__file__).parent
-ORDER = ("records", "sources", "vllm", "diagnosis", "document", "analyze", "report", "cli")
+ORDER = (
+    *("records", "sources", "vllm", "diagnosis", "document", "analyze", "report"),
+    *("config", "logs", "status", "scrape", "engine_state", "follow", "state", "metrics", "web", "target"),
+    *("app", "cli"),
+)
 PURE = ("vllm", "diagnosis")
 IO_MODULES = {
     "aiohttp",

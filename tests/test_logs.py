@@ -199,7 +199,7 @@ def test_secrets() -> None:
 def test_a_password_is_not_cut_into_view() -> None:
     """Text is cut after credentials were hidden in it, not before."""
     log, stream = json_log()
-    log.info("x", url="a" * (logs.MAX_TEXT - 12) + " http://hunter2:hunter2@am")
+    log.info("x", url="a" * (logs.MAX_TEXT - 17) + " http://hunter2:hunter2@am")
     assert "hunter2" not in stream.getvalue()
 
 

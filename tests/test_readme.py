@@ -58,3 +58,17 @@ def test_every_class_is_named() -> None:
 
     table = README.split("## What it tells apart")[1].split("`unknown` is a result")[0]
     assert sorted(re.findall(r"`(\w+)`", table)) == sorted(CLASS_IDS)
+
+
+def test_the_metric_reference_is_generated() -> None:
+    """The table of metrics is what ``metrics.py`` says. After a change, print ``reference()`` into it."""
+    from exporter.metrics import reference
+
+    assert README.split("<!-- metrics -->\n")[1].split("<!-- end of metrics -->")[0] == reference()
+
+
+def test_every_exposition_has_its_version() -> None:
+    """The table of versions names every recorded or written ``/metrics``."""
+    table = README.split("### Which versions of vLLM")[1].split("Synthetic ones")[0]
+    fixtures = {path.name.removesuffix(".prom.gz") for path in (HERE / "expositions").glob("*.prom.gz")}
+    assert set(re.findall(r"`((?:real|synthetic)_[\w.]+)`", table)) == fixtures

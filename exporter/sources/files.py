@@ -247,9 +247,13 @@ class _Generation:
     def waits(self) -> bool:
         """Whether what came before it at this path is still to be read."""
         first = self.after
-        if first is not None and (first.fd < 0 or first.scanned >= self.barrier or first.stalled):
-            self.after = first = None
-        return first is not None
+        if first is None:
+            return False
+        # A copy ends where it ends; a file that was renamed may still get lines, which can't be waited for.
+        read = first.scanned >= self.barrier and not first.copied
+        if first.fd < 0 or first.stalled or read:
+            self.after = None
+        return self.after is not None
 
     def follow(self, first: _Generation) -> None:
         """Wait until ``first`` was read to where it ends now."""

@@ -43,6 +43,7 @@ _MAX_LINE = 65_536
 _MAX_NUMBER = 1024
 _MAX_CACHED = 512
 _MAX_CACHE_LINE = 8192
+_MAX_SLOW = 4 * 1024 * 1024  # bytes read token by token, half a second; real ones stay below 0.4 MB
 _CHECKED_AT_ONCE = 1 << 20
 
 
@@ -403,6 +404,7 @@ class _Builder:
         self._start: float | None = None
         self._broken = 0
         self._samples = 0
+        self._slow = 0
 
     def add(self, match: re.Match[bytes]) -> None:
         """Store one wanted line, or count it as broken."""
@@ -420,6 +422,10 @@ class _Builder:
             self._broken += 1  # without its newline a line may have lost half of its number
             return
         line = match.string[match.end(1) : match.end()]
+        self._slow += len(line)
+        if self._slow > _MAX_SLOW:
+            self._broken += 1
+            return
         if kind == _CACHE:
             self._broken += not self._add_cache(line)
             return
