@@ -21,12 +21,14 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
+# promtool comes with Prometheus
 unit: $(VENV)/.dev
+	command -v promtool || { apt-get update && apt-get install -y --no-install-recommends prometheus; }
 	$(BIN)/pytest
 
 # Rewrites the golden files. Read the difference before you commit it.
 golden: $(VENV)/.dev
-	$(BIN)/pytest tests/test_cli.py --renew-golden
+	$(BIN)/pytest tests/test_cli.py tests/test_metrics.py --renew-golden
 
 bench: $(VENV)/.dev
 	command -v mtail && command -v rg || { apt-get update && apt-get install -y mtail ripgrep; }

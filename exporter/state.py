@@ -2,8 +2,8 @@
 
 Counters, incidents and the position in the logs commit together, so that a kill at any moment
 leaves a state that is true for some moment. A file that is not ours, broken or of a newer
-version is moved aside, never deleted. When the disk is full the exporter goes on in memory and
-tries again with the next save.
+version is moved aside, never deleted; that is found out when it is opened, by reading all of it.
+When the disk is full the exporter goes on in memory and tries again with the next save.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from .follow import Checkpoint, Follower, Known, StreamState
-from .status import Counts, LastIncident
+from .status import Counts, LastIncident, TargetStatus
+from .vllm.log import LogParser
 
 SCHEMA = 1
+MIGRATIONS: Mapping[int, str] = {}
+"""Statements that bring a file of one version to the next; a new version adds a row."""
 FILE = "state.sqlite3"
 KEPT_INCIDENTS = 10_000
 KEPT_SECONDS = 400 * 86_400
@@ -33,12 +37,31 @@ CREATE TABLE target (name TEXT PRIMARY KEY, counts TEXT NOT NULL, last TEXT NOT 
 CREATE TABLE stream (target TEXT, name TEXT, source TEXT NOT NULL, token TEXT NOT NULL, lines INTEGER NOT NULL,
     parser TEXT, counted_lines INTEGER NOT NULL, errors TEXT NOT NULL, seen REAL NOT NULL,
     PRIMARY KEY (target, name)) WITHOUT ROWID;
-CREATE TABLE incident (target TEXT, id TEXT, seen REAL NOT NULL, class TEXT NOT NULL, phase TEXT NOT NULL,
-    fatal INTEGER NOT NULL, stream TEXT NOT NULL, reports TEXT NOT NULL, document TEXT NOT NULL, PRIMARY KEY (target, id)) WITHOUT ROWID;
-CREATE INDEX incident_seen ON incident (seen);
-CREATE TABLE event (target TEXT, key TEXT, seen REAL NOT NULL, PRIMARY KEY (target, key)) WITHOUT ROWID;
-CREATE INDEX event_seen ON event (seen);
-"""
+CREATE TABLE incident (number INTEGER PRIMARY KEY, target TEXT NOT NULL, id TEXT NOT NULL, seen REAL NOT NULL,
+    class TEXT NOT NULL, phase TEXT NOT NULL, fatal INTEGER NOT NULL, stream TEXT NOT NULL, reports TEXT NOT NULL,
+    document TEXT NOT NULL, UNIQUE (target, id));
+CREATE TABLE event (number INTEGER PRIMARY KEY, target TEXT NOT NULL, key TEXT NOT NULL, seen REAL NOT NULL,
+    UNIQUE (target, key));
+"""  # "number" is the order in which they came: many come with one save, and clocks are set back
+
+# What says nothing about the file: it is in use, or cannot be read or written at the moment.
+_TRANSIENT = frozenset(
+    [
+        sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL, sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_AUTH, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_NOLFS,
+    ]
+)  # fmt: skip
+_UNREADABLE = (
+    sqlite3.Error,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What comes out of rows that hold something else than we write."""
 
 
 class StateError(Exception):
@@ -54,6 +77,7 @@ class Store:
         self.why_moved = ""
         self._db: sqlite3.Connection | None = None
         self._saves = 0
+        self._loaded: set[str] = set()  # targets of which we know what the file says
 
     def open(self) -> None:
         """Open or create the file. Raises ``StateError`` where the folder can't be written."""
@@ -78,16 +102,36 @@ class Store:
     def _checked(self) -> sqlite3.Connection:
         if self.path.exists() and (reason := _unfit(self.path)) is not None:
             self._move_aside(reason)
+        try:
+            return self._connected()
+        except _UNREADABLE as error:
+            if isinstance(error, sqlite3.Error) and _transient(error):
+                raise
+        self._move_aside("it is corrupt")
+        return self._connected()
+
+    def _connected(self) -> sqlite3.Connection:
+        """The file, of this version, and found to be readable from its first row to its last."""
         db = sqlite3.connect(self.path, isolation_level=None, timeout=1)
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = NORMAL")
-        db.execute("PRAGMA journal_size_limit = 4194304")
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version == 0:
-            db.executescript(
-                f"BEGIN IMMEDIATE; {_TABLES} PRAGMA application_id = {_APPLICATION_ID};"
-                f" PRAGMA user_version = {SCHEMA}; COMMIT;"
-            )
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = NORMAL")
+            db.execute("PRAGMA journal_size_limit = 4194304")
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            if version == 0:
+                db.executescript(
+                    f"BEGIN IMMEDIATE; {_TABLES} PRAGMA application_id = {_APPLICATION_ID};"
+                    f" PRAGMA user_version = {SCHEMA}; COMMIT;"
+                )
+            for older in range(version or SCHEMA, SCHEMA):
+                db.executescript(
+                    f"BEGIN IMMEDIATE; {MIGRATIONS[older]} ; PRAGMA user_version = {older + 1}; COMMIT;"
+                )
+            for (name,) in db.execute("SELECT name FROM target").fetchall():
+                _load(db, Follower(TargetStatus(name), {}))
+        except BaseException:
+            db.close()
+            raise
         return db
 
     def _move_aside(self, reason: str) -> None:
@@ -97,11 +141,10 @@ class Store:
         while aside.exists():
             number += 1
             aside = self.path.with_name(f"{FILE}.{stamp}.{number}.aside")
-        self.path.rename(aside)
-        for suffix in ("-wal", "-shm"):
-            beside = self.path.with_name(FILE + suffix)
-            if beside.exists():
-                beside.rename(aside.with_name(aside.name + suffix))
+        for suffix in ("-wal", "-shm", ""):  # the file last: SQLite deletes what it finds beside none
+            part = self.path.with_name(FILE + suffix)
+            if part.exists():
+                part.rename(aside.with_name(aside.name + suffix))
         self.moved_aside, self.why_moved = aside, reason
 
     # --- reading --------------------------------------------------------------------------------
@@ -109,53 +152,10 @@ class Store:
     def load(self, follower: Follower) -> None:
         """Fill ``follower`` and its status with what was saved of its target."""
         try:
-            self._load(follower)
-        except (sqlite3.Error, ValueError, KeyError, TypeError) as error:
+            _load(self._open(), follower)
+        except _UNREADABLE as error:
             raise StateError(f"{self.path}: {_reason(error)}") from error
-
-    def _load(self, follower: Follower) -> None:
-        db, status = self._open(), follower.status
-        row = db.execute(
-            "SELECT counts, last, rest, history FROM target WHERE name = ?", (status.name,)
-        ).fetchone()
-        if row is None:
-            return
-        counts, last, rest = (json.loads(text) for text in row[:3])
-        history = json.loads(row[3]) if row[3] else {}
-        status.counts = _counts(counts)
-        status.last = {name: LastIncident(**one) for name, one in last.items()}
-        status.setting_changed = rest["setting_changed"]
-        status.engines = rest["engines"]
-        status.recommended_budget = rest["recommended_budget"]
-        status.last_line_timestamp = rest["last_line_timestamp"]
-        known = {
-            one: Known(class_id, phase, bool(fatal), stream, frozenset(json.loads(reports)))
-            for one, class_id, phase, fatal, stream, reports in db.execute(
-                "SELECT id, class, phase, fatal, stream, reports FROM incident WHERE target = ? ORDER BY seen",
-                (status.name,),
-            )
-        }
-        status.incidents = [
-            json.loads(text)
-            for (text,) in db.execute(
-                "SELECT document FROM incident WHERE target = ? ORDER BY seen DESC LIMIT 200", (status.name,)
-            )
-        ]
-        events = dict(
-            db.execute(
-                "SELECT key, seen FROM event WHERE target = ? ORDER BY seen", (status.name,)
-            ).fetchall()
-        )
-        streams = {
-            name: StreamState(
-                source, token, lines, json.loads(parser) if parser else None, counted, set(json.loads(errors))
-            )
-            for name, source, token, lines, parser, counted, errors in db.execute(
-                "SELECT name, source, token, lines, parser, counted_lines, errors FROM stream WHERE target = ?",
-                (status.name,),
-            )
-        }
-        follower.restore(Checkpoint(streams, history), known, events)
+        self._loaded.add(follower.status.name)
 
     def incident(self, target: str, identity: str) -> dict[str, object] | None:
         """The document of one incident, also of one that is no longer in memory."""
@@ -163,9 +163,9 @@ class Store:
             row = self._open().execute(
                 "SELECT document FROM incident WHERE target = ? AND id = ?", (target, identity)
             ).fetchone()  # fmt: skip
-        except (sqlite3.Error, StateError):
+            found: dict[str, object] | None = json.loads(row[0]) if row else None
+        except (sqlite3.Error, StateError, ValueError):
             return None
-        found: dict[str, object] | None = json.loads(row[0]) if row else None
         return found
 
     # --- writing --------------------------------------------------------------------------------
@@ -175,14 +175,25 @@ class Store:
         try:
             if self._db is None:
                 self.open()
+            self._keep_what_was_not_loaded(follower.status.name)
             with _transaction(self._open()) as db:
                 self._write(db, follower)
                 self._saves += 1
                 if self._saves % 256 == 1:
                     self._prune(db)
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, sqlite3.Error, ValueError) as error:  # ValueError: text that is not Unicode
             raise StateError(f"{self.path}: {_reason(error)}") from error
         follower.saved()
+
+    def _keep_what_was_not_loaded(self, target: str) -> None:
+        """A file that could not be read at the start, and now can, has counters that we don't know of."""
+        if target in self._loaded:
+            return
+        if self._open().execute("SELECT 1 FROM target WHERE name = ?", (target,)).fetchone() is not None:
+            self.close()
+            self._move_aside("it could not be read when the exporter started")
+            self.open()
+        self._loaded.add(target)
 
     def _write(self, db: sqlite3.Connection, follower: Follower) -> None:
         status, now = follower.status, time.time()
@@ -191,6 +202,7 @@ class Store:
             "engines": status.engines,
             "recommended_budget": status.recommended_budget,
             "last_line_timestamp": status.last_line_timestamp,
+            "sources": {one.name: [one.read_errors, one.rotations] for one in status.sources},
         }
         checkpoint = follower.checkpoint
         db.execute(
@@ -214,7 +226,7 @@ class Store:
             ],
         )  # fmt: skip
         db.executemany(
-            "INSERT INTO incident VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE"
+            "INSERT INTO incident VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE"
             " SET fatal = excluded.fatal, reports = excluded.reports, document = excluded.document",
             [
                 (
@@ -226,20 +238,22 @@ class Store:
             ],
         )  # fmt: skip
         db.executemany(
-            "INSERT OR IGNORE INTO event VALUES (?, ?, ?)",
+            "INSERT OR IGNORE INTO event VALUES (NULL, ?, ?, ?)",
             [(status.name, key, seen) for key, seen in follower.new_events.items()],
         )
 
     @staticmethod
     def _prune(db: sqlite3.Connection) -> None:
-        for table, kept in (
-            ("incident", KEPT_INCIDENTS),
-            ("event", KEPT_INCIDENTS),
-            ("stream", _KEPT_STREAMS),
+        # streams have no order, and those that are read are all seen with the same save
+        for table, kept, order in (
+            ("incident", KEPT_INCIDENTS, "number"),
+            ("event", KEPT_INCIDENTS, "number"),
+            ("stream", _KEPT_STREAMS, "seen"),
         ):
             db.execute(f"DELETE FROM {table} WHERE seen < ?", (time.time() - KEPT_SECONDS,))  # noqa: S608 - our names
             db.execute(
-                f"DELETE FROM {table} WHERE seen < (SELECT seen FROM {table} ORDER BY seen DESC LIMIT 1 OFFSET ?)",  # noqa: S608
+                f"DELETE FROM {table} WHERE {order} <"  # noqa: S608 - our names
+                f" (SELECT {order} FROM {table} ORDER BY {order} DESC LIMIT 1 OFFSET ?)",
                 (kept - 1,),
             )
 
@@ -261,6 +275,68 @@ def _transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
         raise
 
 
+def _load(db: sqlite3.Connection, follower: Follower) -> None:
+    """Read everything before anything is taken over, so that nothing is taken over by half."""
+    status = follower.status
+    row = db.execute(
+        "SELECT counts, last, rest, history FROM target WHERE name = ?", (status.name,)
+    ).fetchone()
+    if row is None:
+        return
+    raw, last, rest = (json.loads(text) for text in row[:3])
+    history = json.loads(row[3]) if row[3] else {}
+    counts = _counts(raw)
+    latest = {name: LastIncident(**one) for name, one in last.items()}
+    known = {
+        one: Known(class_id, phase, bool(fatal), stream, frozenset(json.loads(reports)))
+        for one, class_id, phase, fatal, stream, reports in db.execute(
+            "SELECT id, class, phase, fatal, stream, reports FROM (SELECT * FROM incident WHERE target = ?"
+            " ORDER BY number DESC LIMIT ?) ORDER BY number",
+            (status.name, KEPT_INCIDENTS),
+        )
+    }
+    incidents = [
+        dict(json.loads(text))
+        for (text,) in db.execute(
+            "SELECT document FROM incident WHERE target = ? ORDER BY number DESC LIMIT 200", (status.name,)
+        )
+    ]
+    events = dict(
+        db.execute(
+            "SELECT key, seen FROM (SELECT * FROM event WHERE target = ? ORDER BY number DESC LIMIT ?)"
+            " ORDER BY number",
+            (status.name, KEPT_INCIDENTS),
+        ).fetchall()
+    )
+    streams = {
+        name: StreamState(
+            source, token, lines, _parser(parser) if parser else None, counted, set(json.loads(errors))
+        )
+        for name, source, token, lines, parser, counted, errors in db.execute(
+            "SELECT name, source, token, lines, parser, counted_lines, errors FROM stream WHERE target = ?",
+            (status.name,),
+        )
+    }
+    follower.restore(Checkpoint(streams, history), known, events)
+    status.counts, status.last, status.incidents = counts, latest, incidents
+    status.setting_changed.update(rest["setting_changed"])
+    status.engines = rest["engines"]
+    status.recommended_budget = rest["recommended_budget"]
+    status.last_line_timestamp = rest["last_line_timestamp"]
+
+
+def _parser(text: str) -> Mapping[str, Any]:
+    """State of a parser, tried out: it is needed much later, where an error would end the exporter."""
+    state: Mapping[str, Any] = json.loads(text)
+    LogParser(datetime.max).restore(state)
+    return state
+
+
+def _transient(error: sqlite3.Error) -> bool:
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is not None and code & 0xFF in _TRANSIENT
+
+
 def _unfit(path: Path) -> str | None:
     """Why the file can't be used, or None."""
     try:
@@ -276,9 +352,9 @@ def _unfit(path: Path) -> str | None:
                 return f"it was written by a newer version (schema {version}, this one knows {SCHEMA})"
             if db.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
                 return "it is corrupt"
-    except sqlite3.OperationalError as error:
-        raise error from None  # locked, or not readable: not the file's fault
-    except sqlite3.DatabaseError:
+    except sqlite3.DatabaseError as error:
+        if _transient(error):
+            raise
         return "it is corrupt"
     return None
 
@@ -288,7 +364,8 @@ def _reason(error: Exception) -> str:
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=dict)
+    # ASCII: a log can hold halves of surrogate pairs, which SQLite refuses
+    return json.dumps(value, separators=(",", ":"), default=dict)
 
 
 def _plain(counts: Counts) -> dict[str, object]:

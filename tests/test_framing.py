@@ -46,7 +46,11 @@ WRAPPERS: dict[str, tuple[Callable[[str], str], datetime | None, str]] = {
     "timestamps": (lambda text: f"{STAMP} {text}", TIME, ""),
     "timestamps-in-brackets": (lambda text: f"[{STAMP}] {text}", TIME, ""),
     "journald-short": (lambda text: f"Jul  3 13:21:34 node-7 vllm[812]: {text}", None, "vllm"),
-    "journald-unit": (lambda text: f"Jul 13 13:21:34 node-7 vllm@big.service[8]: {text}", None, "vllm@big.service"),
+    "journald-unit": (
+        lambda text: f"Jul 13 13:21:34 node-7 vllm@big.service[8]: {text}",
+        None,
+        "vllm@big.service",
+    ),
     "compose": (lambda text: f"vllm-1  | {text}", None, "vllm-1"),
     "compose-coloured": (lambda text: f"\x1b[36mvllm-1  | \x1b[0m{text}", None, "vllm-1"),
     "stern": (lambda text: f"llama-70b-0 vllm {text}", None, "llama-70b-0/vllm"),
@@ -54,7 +58,7 @@ WRAPPERS: dict[str, tuple[Callable[[str], str], datetime | None, str]] = {
     "compose-around-timestamps": (lambda text: f"vllm-1  | {STAMP} {text}", TIME, "vllm-1"),
     "cri-around-compose": (lambda text: f"{STAMP} stdout F vllm-1  | {text}", TIME, "vllm-1"),
     "docker-around-timestamps": (lambda text: docker(f"[{STAMP}] {text}\n"), TIME, ""),
-}  # fmt: skip
+}
 
 
 class TestWrappers:
@@ -70,9 +74,11 @@ class TestWrappers:
     @settings(deadline=None, max_examples=60)
     @given(
         name=st.sampled_from(sorted(WRAPPERS)),
-        prefix=st.sampled_from(["(Worker_TP1 pid=9) INFO 11-02 10:00:00 [a.py:1] ", "WARNING 11-02 10:00:00 [b.py:2] "]),
+        prefix=st.sampled_from(
+            ["(Worker_TP1 pid=9) INFO 11-02 10:00:00 [a.py:1] ", "WARNING 11-02 10:00:00 [b.py:2] "]
+        ),
         text=st.text(st.characters(blacklist_categories=["Cs", "Cc"]), max_size=60),
-    )  # fmt: skip
+    )
     def test_whatever_the_text_wrapping_loses_nothing(self, name: str, prefix: str, text: str) -> None:
         """Framing is the inverse of every wrapper, for any text behind a prefix of vLLM."""
         wrap, time, origin = WRAPPERS[name]
@@ -305,8 +311,26 @@ def test_the_scan_knows_the_outermost_wrapper(raw: str, name: str) -> None:
         ("2026-07-03T13:21:34", None),
         ("yesterday", None),
     ],
-    ids=["utc", "comma", "nanoseconds", "west", "east", "leap-day", "no-leap-day", "overflow", "no-zone", "words"],
-)  # fmt: skip
+    ids=[
+        "utc",
+        "comma",
+        "nanoseconds",
+        "west",
+        "east",
+        "leap-day",
+        "no-leap-day",
+        "overflow",
+        "no-zone",
+        "words",
+    ],
+)
 def test_stamps(text: str, time: datetime | None) -> None:
     """An RFC 3339 time becomes UTC, cut to microseconds; anything else is no time."""
     assert parse_stamp(text) == time
+
+
+@pytest.mark.xfail(strict=True, raises=RecursionError, reason="the depth of JSON is not checked")
+def test_deep_json_is_text() -> None:
+    """JSON nested too deep to be read is a line as it stands."""
+    raw = '{"log": ' + "[" * 100_000
+    assert framed(raw) == [Line(1, raw, None, "", 0)]

@@ -40,12 +40,37 @@ class TestFrames:
     @pytest.mark.parametrize(
         ("text", "frame"),
         [
-            (at("vllm/v1/engine/core.py", "run_busy_loop", 1170), Frame("vllm/v1/engine/core.py", 1170, "run_busy_loop")),
-            ('File "/opt/vllm/vllm/v1/engine/core.py", line 7, in step', Frame("vllm/vllm/v1/engine/core.py", 7, "step")),
-            ('  File "/home/u/vllm/.venv/lib/python3.12/site-packages/vllm/engine/x.py", line 7, in f', Frame("vllm/engine/x.py", 7, "f")),
-            ('  File "/home/u/vllm/.venv/lib/python3.12/site-packages/torch/nn/modules/module.py", line 7, in f', Frame("torch/nn/modules/module.py", 7, "f")),
-            ('  File "/usr/lib/python3.12/multiprocessing/process.py", line 314, in _bootstrap', Frame("multiprocessing/process.py", 314, "_bootstrap")),
-            ('  File "/root/.cache/vllm/torch_compile_cache/ab12/rank_0_0/inductor_cache/xy/cxyz.py", line 88, in call', Frame("inductor_cache/cxyz.py", 88, "call")),
+            (
+                at("vllm/v1/engine/core.py", "run_busy_loop", 1170),
+                Frame("vllm/v1/engine/core.py", 1170, "run_busy_loop"),
+            ),
+            (
+                'File "/opt/vllm/vllm/v1/engine/core.py", line 7, in step',
+                Frame("vllm/vllm/v1/engine/core.py", 7, "step"),
+            ),
+            (
+                '  File "/home/u/vllm/.venv/lib/python3.12/site-packages/vllm/engine/x.py", line 7, in f',
+                Frame("vllm/engine/x.py", 7, "f"),
+            ),
+            (
+                '  File "/home/u/vllm/.venv/lib/python3.12/site-packages/torch/nn/modules/module.py", line 7, in f',
+                Frame("torch/nn/modules/module.py", 7, "f"),
+            ),
+            (
+                '  File "/usr/lib/python3.12/multiprocessing/process.py", line 314, in _bootstrap',
+                Frame("multiprocessing/process.py", 314, "_bootstrap"),
+            ),
+            pytest.param(
+                '  File "/root/.cache/vllm/torch_compile_cache/ab12/rank_0_0/inductor_cache/xy/cxyz.py", line 88, in call',
+                Frame("inductor_cache/cxyz.py", 88, "call"),
+                marks=pytest.mark.xfail(
+                    strict=True, reason="the cache folder 'vllm' is taken for the package"
+                ),
+            ),
+            (
+                '  File "/tmp/torchinductor_root/inductor_cache/xy/cxyz.py", line 88, in call',
+                Frame("inductor_cache/cxyz.py", 88, "call"),
+            ),
             ('  File "<eval_with_key>.34", line 5, in forward', Frame("<eval_with_key>.34", 5, "forward")),
             ('  File "/srv/secret/customer/app.py", line 3, in <module>', Frame("app.py", 3, "<module>")),
             ('  File "csrc/x.py", line 3', Frame("csrc/x.py", 3, "")),
@@ -57,14 +82,26 @@ class TestFrames:
             ("", None),
         ],
         ids=[
-            "package", "checkout", "venv-named-vllm", "torch-in-venv", "stdlib", "inductor", "generated", "stranger",
-            "no-function", "retyped", "notebook", "source", "carets", "title", "empty",
+            "package",
+            "checkout",
+            "venv-named-vllm",
+            "torch-in-venv",
+            "stdlib",
+            "inductor-of-vllm",
+            "inductor",
+            "generated",
+            "stranger",
+            "no-function",
+            "retyped",
+            "notebook",
+            "source",
+            "carets",
+            "title",
+            "empty",
         ],
-    )  # fmt: skip
+    )
     def test_a_frame(self, text: str, frame: Frame | None) -> None:
         """Path, line and function are read; folders of the user are left out."""
-        if text.startswith('  File "/root/.cache/vllm'):
-            pytest.xfail("the cache folder 'vllm' is taken for the package")
         assert frame_of(text) == frame
 
 
@@ -145,10 +182,12 @@ class TestExceptions:
     def test_a_remote_traceback_of_ray(self) -> None:
         """The message of RayTaskError is the traceback of another process."""
         found = summary(
-            OPEN, at("vllm/executor/ray_gpu_executor.py", "_run_workers"),
+            OPEN,
+            at("vllm/executor/ray_gpu_executor.py", "_run_workers"),
             "ray.exceptions.RayTaskError(OutOfMemoryError): ray::RayWorkerWrapper.execute_method() (pid=99, ip=192.0.2.4)",
-            at("vllm/worker/worker.py", "load_model"), OOM,
-        )  # fmt: skip
+            at("vllm/worker/worker.py", "load_model"),
+            OOM,
+        )
         assert [(cls, frames) for cls, _, frames in found] == [
             ("ray.exceptions.RayTaskError(OutOfMemoryError)", ["_run_workers"]),
             ("torch.OutOfMemoryError", ["_run_workers", "load_model"]),
@@ -218,21 +257,39 @@ class TestExceptionOf:
         [
             (OOM, ("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB.")),
             ("torch.cuda.OutOfMemoryError: x", ("torch.cuda.OutOfMemoryError", "x")),
-            ("torch.AcceleratorError: CUDA error: out of memory", ("torch.AcceleratorError", "CUDA error: out of memory")),
+            (
+                "torch.AcceleratorError: CUDA error: out of memory",
+                ("torch.AcceleratorError", "CUDA error: out of memory"),
+            ),
             ("TimeoutError", ("TimeoutError", "")),
             ("KeyboardInterrupt", ("KeyboardInterrupt", "")),
-            ("triton.runtime.errors.OutOfResources: out of resource", ("triton.runtime.errors.OutOfResources", "out of resource")),
-            ("OutOfMemoryError('Error in model execution: CUDA out of memory.')", ("OutOfMemoryError", "Error in model execution: CUDA out of memory.')")),
+            (
+                "triton.runtime.errors.OutOfResources: out of resource",
+                ("triton.runtime.errors.OutOfResources", "out of resource"),
+            ),
+            (
+                "OutOfMemoryError('Error in model execution: CUDA out of memory.')",
+                ("OutOfMemoryError", "Error in model execution: CUDA out of memory.')"),
+            ),
             ("[ERROR] RuntimeError: x", ("RuntimeError", "x")),
             ("std::bad_alloc", None),
             ("AsyncLLM output_handler failed.", None),
             ("see RuntimeError: x", None),
         ],
         ids=[
-            "torch", "torch-2.4", "accelerator", "no-message", "interrupt", "triton", "repr", "lead", "not-python",
-            "sentence", "quoted",
+            "torch",
+            "torch-2.4",
+            "accelerator",
+            "no-message",
+            "interrupt",
+            "triton",
+            "repr",
+            "lead",
+            "not-python",
+            "sentence",
+            "quoted",
         ],
-    )  # fmt: skip
+    )
     def test_class_and_message(self, text: str, found: tuple[str, str] | None) -> None:
         """Class and message are taken apart; a line that only mentions a class is none."""
         assert exception_of(text) == found
@@ -252,41 +309,198 @@ CORE = ("vllm/v1/engine/core.py", "run_engine_core")
 STEP = ("vllm/v1/worker/gpu_worker.py", "execute_model")
 MODEL = ("vllm/model_executor/models/llama.py", "forward")
 READINGS: dict[str, tuple[list[tuple[str, str]], str | None, str | None]] = {
-    "mlp-in-serving": ([CORE, STEP, MODEL, ("vllm/model_executor/layers/activation.py", "forward_cuda")], "step", "mlp"),
+    "mlp-in-serving": (
+        [CORE, STEP, MODEL, ("vllm/model_executor/layers/activation.py", "forward_cuda")],
+        "step",
+        "mlp",
+    ),
     "compiled": ([CORE, STEP, MODEL, ("inductor_cache/cx.py", "call")], "step", "compiled"),
-    "attention": ([STEP, MODEL, ("vllm/v1/attention/backends/flash_attn.py", "forward")], "step", "attention"),
-    "mla-context": ([STEP, MODEL, ("vllm/v1/attention/backends/mla/common.py", "_compute_prefill_context")], "step", "context_attention"),
-    "continuation": ([STEP, ("vllm/v1/attention/backends/turboquant.py", "_continuation_prefill"), ("vllm/v1/attention/ops/x.py", "cat")], "step", "context_attention"),
-    "sparse-indexer": ([STEP, ("vllm/v1/attention/ops/mqa_logits.py", "fp8_mqa_logits")], "step", "context_attention"),
-    "moe": ([STEP, MODEL, ("vllm/model_executor/layers/fused_moe/fused_moe.py", "fused_experts_impl")], "step", "moe"),
-    "mlp-inside-moe": ([STEP, ("vllm/model_executor/layers/fused_moe/layer.py", "forward"), ("vllm/model_executor/layers/activation.py", "forward_cuda")], "step", "moe"),
-    "linear-attention": ([STEP, MODEL, ("vllm/model_executor/layers/fla/ops/chunk.py", "chunk_fwd")], "step", "linear_attention"),
-    "prompt-logprobs": ([STEP, ("vllm/v1/worker/gpu_model_runner.py", "_get_prompt_logprobs_dict"), ("vllm/v1/sample/sampler.py", "compute_logprobs")], "step", "prompt_logprobs"),
+    "attention": (
+        [STEP, MODEL, ("vllm/v1/attention/backends/flash_attn.py", "forward")],
+        "step",
+        "attention",
+    ),
+    "mla-context": (
+        [STEP, MODEL, ("vllm/v1/attention/backends/mla/common.py", "_compute_prefill_context")],
+        "step",
+        "context_attention",
+    ),
+    "continuation": (
+        [
+            STEP,
+            ("vllm/v1/attention/backends/turboquant.py", "_continuation_prefill"),
+            ("vllm/v1/attention/ops/x.py", "cat"),
+        ],
+        "step",
+        "context_attention",
+    ),
+    "sparse-indexer": (
+        [STEP, ("vllm/v1/attention/ops/mqa_logits.py", "fp8_mqa_logits")],
+        "step",
+        "context_attention",
+    ),
+    "moe": (
+        [STEP, MODEL, ("vllm/model_executor/layers/fused_moe/fused_moe.py", "fused_experts_impl")],
+        "step",
+        "moe",
+    ),
+    "mlp-inside-moe": (
+        [
+            STEP,
+            ("vllm/model_executor/layers/fused_moe/layer.py", "forward"),
+            ("vllm/model_executor/layers/activation.py", "forward_cuda"),
+        ],
+        "step",
+        "moe",
+    ),
+    "linear-attention": (
+        [STEP, MODEL, ("vllm/model_executor/layers/fla/ops/chunk.py", "chunk_fwd")],
+        "step",
+        "linear_attention",
+    ),
+    "prompt-logprobs": (
+        [
+            STEP,
+            ("vllm/v1/worker/gpu_model_runner.py", "_get_prompt_logprobs_dict"),
+            ("vllm/v1/sample/sampler.py", "compute_logprobs"),
+        ],
+        "step",
+        "prompt_logprobs",
+    ),
     "logits": ([STEP, ("vllm/model_executor/layers/logits_processor.py", "_get_logits")], "step", "logits"),
-    "sampler": ([CORE, ("vllm/v1/worker/gpu_worker.py", "sample_tokens"), ("vllm/v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p")], "sampling", "sampler"),
-    "encoder": ([STEP, ("vllm/v1/worker/gpu_model_runner.py", "_execute_mm_encoder"), ("vllm/model_executor/layers/linear.py", "forward")], "step", "encoder"),
+    "sampler": (
+        [
+            CORE,
+            ("vllm/v1/worker/gpu_worker.py", "sample_tokens"),
+            ("vllm/v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p"),
+        ],
+        "sampling",
+        "sampler",
+    ),
+    "encoder": (
+        [
+            STEP,
+            ("vllm/v1/worker/gpu_model_runner.py", "_execute_mm_encoder"),
+            ("vllm/model_executor/layers/linear.py", "forward"),
+        ],
+        "step",
+        "encoder",
+    ),
     "lora-forward": ([STEP, MODEL, ("vllm/lora/layers/base_linear.py", "apply")], "step", "lora"),
-    "lora-load": ([("vllm/v1/engine/core.py", "_handle_client_request"), ("vllm/v1/engine/core.py", "_invoke_utility_method"), ("vllm/v1/worker/gpu_worker.py", "add_lora")], "utility", "lora"),
-    "wake-up": ([("vllm/v1/worker/gpu_worker.py", "wake_up"), ("vllm/device_allocator/cumem.py", "create_and_map")], "wake", "sleep_wake"),
-    "spec-decode": ([STEP, ("vllm/v1/worker/gpu_model_runner.py", "propose_draft_token_ids"), ("vllm/v1/spec_decode/eagle.py", "propose")], "step", "spec_decode"),
+    "lora-load": (
+        [
+            ("vllm/v1/engine/core.py", "_handle_client_request"),
+            ("vllm/v1/engine/core.py", "_invoke_utility_method"),
+            ("vllm/v1/worker/gpu_worker.py", "add_lora"),
+        ],
+        "utility",
+        "lora",
+    ),
+    "wake-up": (
+        [("vllm/v1/worker/gpu_worker.py", "wake_up"), ("vllm/device_allocator/cumem.py", "create_and_map")],
+        "wake",
+        "sleep_wake",
+    ),
+    "spec-decode": (
+        [
+            STEP,
+            ("vllm/v1/worker/gpu_model_runner.py", "propose_draft_token_ids"),
+            ("vllm/v1/spec_decode/eagle.py", "propose"),
+        ],
+        "step",
+        "spec_decode",
+    ),
     "nccl": ([STEP, ("vllm/distributed/device_communicators/pynccl.py", "all_reduce")], "step", "nccl"),
-    "kv-connector": ([STEP, ("vllm/distributed/kv_transfer/kv_connector/v1/p2p.py", "start_load_kv")], "step", "kv_transfer"),
+    "kv-connector": (
+        [STEP, ("vllm/distributed/kv_transfer/kv_connector/v1/p2p.py", "start_load_kv")],
+        "step",
+        "kv_transfer",
+    ),
     "pooling": ([STEP, ("vllm/v1/worker/gpu_model_runner.py", "_pool")], "step", "pooling"),
     "input-prep": ([STEP, ("vllm/v1/worker/gpu_model_runner.py", "_prepare_inputs")], "step", "input_prep"),
-    "embedding": ([STEP, ("vllm/model_executor/layers/vocab_parallel_embedding.py", "embedding")], "step", "embedding"),
-    "weights": ([("vllm/v1/worker/gpu_worker.py", "load_model"), ("vllm/model_executor/layers/linear.py", "create_weights")], "weights", "weights"),
-    "profile-v1": ([("vllm/v1/worker/gpu_worker.py", "determine_available_memory"), ("vllm/v1/worker/gpu_model_runner.py", "profile_run"), MODEL], "profile", "forward"),
-    "profile-v0-calls-execute-model": ([("vllm/worker/worker.py", "determine_num_available_blocks"), ("vllm/worker/model_runner.py", "profile_run"), ("vllm/worker/model_runner.py", "execute_model"), MODEL], "profile", "forward"),
-    "sampler-in-profile": ([("vllm/v1/worker/gpu_worker.py", "determine_available_memory"), ("vllm/v1/worker/gpu_model_runner.py", "_dummy_sampler_run")], "profile", "sampler"),
-    "warmup-calls-execute-model": ([("vllm/v1/worker/gpu_worker.py", "compile_or_warm_up_model"), STEP, MODEL], "warmup", "forward"),
-    "capture-in-warmup": ([("vllm/v1/worker/gpu_worker.py", "compile_or_warm_up_model"), ("vllm/v1/worker/gpu_model_runner.py", "capture_model"), ("torch/cuda/graphs.py", "capture_end")], "capture", "capture"),
-    "graph-estimate-in-profile": ([("vllm/v1/worker/gpu_worker.py", "determine_available_memory"), ("vllm/v1/worker/gpu_model_runner.py", "profile_cudagraph_memory")], "capture", None),
-    "kv-tensors": ([("vllm/v1/worker/gpu_worker.py", "initialize_from_config"), ("vllm/v1/worker/gpu_model_runner.py", "_allocate_kv_cache_tensors")], "kv_allocation", "kv_tensors"),
-    "kv-check": ([("vllm/v1/core/kv_cache_utils.py", "_check_enough_kv_cache_memory")], "kv_allocation", None),
-    "device-init": ([("vllm/v1/worker/gpu_worker.py", "init_device"), ("vllm/v1/worker/utils.py", "request_memory")], "device_init", None),
+    "embedding": (
+        [STEP, ("vllm/model_executor/layers/vocab_parallel_embedding.py", "embedding")],
+        "step",
+        "embedding",
+    ),
+    "weights": (
+        [
+            ("vllm/v1/worker/gpu_worker.py", "load_model"),
+            ("vllm/model_executor/layers/linear.py", "create_weights"),
+        ],
+        "weights",
+        "weights",
+    ),
+    "profile-v1": (
+        [
+            ("vllm/v1/worker/gpu_worker.py", "determine_available_memory"),
+            ("vllm/v1/worker/gpu_model_runner.py", "profile_run"),
+            MODEL,
+        ],
+        "profile",
+        "forward",
+    ),
+    "profile-v0-calls-execute-model": (
+        [
+            ("vllm/worker/worker.py", "determine_num_available_blocks"),
+            ("vllm/worker/model_runner.py", "profile_run"),
+            ("vllm/worker/model_runner.py", "execute_model"),
+            MODEL,
+        ],
+        "profile",
+        "forward",
+    ),
+    "sampler-in-profile": (
+        [
+            ("vllm/v1/worker/gpu_worker.py", "determine_available_memory"),
+            ("vllm/v1/worker/gpu_model_runner.py", "_dummy_sampler_run"),
+        ],
+        "profile",
+        "sampler",
+    ),
+    "warmup-calls-execute-model": (
+        [("vllm/v1/worker/gpu_worker.py", "compile_or_warm_up_model"), STEP, MODEL],
+        "warmup",
+        "forward",
+    ),
+    "capture-in-warmup": (
+        [
+            ("vllm/v1/worker/gpu_worker.py", "compile_or_warm_up_model"),
+            ("vllm/v1/worker/gpu_model_runner.py", "capture_model"),
+            ("torch/cuda/graphs.py", "capture_end"),
+        ],
+        "capture",
+        "capture",
+    ),
+    "graph-estimate-in-profile": (
+        [
+            ("vllm/v1/worker/gpu_worker.py", "determine_available_memory"),
+            ("vllm/v1/worker/gpu_model_runner.py", "profile_cudagraph_memory"),
+        ],
+        "capture",
+        None,
+    ),
+    "kv-tensors": (
+        [
+            ("vllm/v1/worker/gpu_worker.py", "initialize_from_config"),
+            ("vllm/v1/worker/gpu_model_runner.py", "_allocate_kv_cache_tensors"),
+        ],
+        "kv_allocation",
+        "kv_tensors",
+    ),
+    "kv-check": (
+        [("vllm/v1/core/kv_cache_utils.py", "_check_enough_kv_cache_memory")],
+        "kv_allocation",
+        None,
+    ),
+    "device-init": (
+        [("vllm/v1/worker/gpu_worker.py", "init_device"), ("vllm/v1/worker/utils.py", "request_memory")],
+        "device_init",
+        None,
+    ),
     "nothing-known": ([("app.py", "main")], None, None),
     "no-frames": ([], None, None),
-}  # fmt: skip
+}
 
 
 class TestReading:
@@ -345,3 +559,9 @@ class TestReading:
         assert set(_OPERATION_FUNCTIONS.values()) | {operation for _, operation in _OPERATION_PATHS} <= set(
             OPERATIONS
         )
+
+
+@pytest.mark.xfail(strict=True, raises=ValueError, reason="numbers of any length are turned into int")
+def test_a_frame_with_a_huge_number() -> None:
+    """A line number of thousands of digits is no frame, and stops nothing."""
+    assert frame_of(f'  File "a.py", line {"9" * 5000}, in f') is None

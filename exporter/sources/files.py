@@ -155,7 +155,8 @@ class Mark:
     ``fingerprint`` is over ``fingerprint_length`` bytes from ``start`` on (not 0 only where the
     file begins with a hole), ``last`` over the ``last_length`` bytes before ``offset``: logs that
     begin with the same banner differ there. ``modified`` is the modification time, in ns, when
-    the file was last found to be that generation. ``ended``: everything was given out.
+    the file was last found to be that generation. ``ended``: everything was given out; ``gone``:
+    and the file was deleted, so that whatever has its inode now is another one.
     """
 
     stream: str
@@ -171,6 +172,7 @@ class Mark:
     last: str
     modified: int
     ended: bool = False
+    gone: bool = False
 
     def token(self) -> str:
         """The mark as JSON; the stream is the key it is kept under."""
@@ -193,7 +195,7 @@ class Mark:
         if not all(type(t) is str for t in texts) or "\0" in mark.path + mark.real:
             return None
         sane = mark.fingerprint_length <= _HEAD and mark.last_length <= min(_LAST, mark.offset)
-        return mark if sane and type(mark.ended) is bool else None
+        return mark if sane and type(mark.ended) is type(mark.gone) is bool else None
 
     def fits(self, fd: int, size: int) -> bool:
         """Whether the open file holds what was read up to this mark. Raises ``OSError``."""
@@ -264,7 +266,7 @@ class _Generation:
         return Mark(
             self.stream, self.path, self.real, *self.key, self.offset, self.start,
             len(self.head), _digest(self.head), len(self.behind), _digest(self.behind),
-            self.modified, self.ended,
+            self.modified, self.ended, self.ended and not self.links,
         )  # fmt: skip
 
     def look(self) -> bool:
@@ -523,7 +525,7 @@ class FileSource:
                         yield self._ready.popleft()
                         await asyncio.sleep(0)  # a consumer that never waits would stop everyone else
                 self._tell()
-                if any(one.more and not one.waits() for one in self._open.values()):
+                if any(one.copied or (one.more and not one.waits()) for one in self._open.values()):
                     await asyncio.sleep(0)
                 else:
                     due = min(self._next_scan, self._next_check) - self._clock()
@@ -557,7 +559,7 @@ class FileSource:
             generation.changed_at = self._now
         if data:
             self._say(generation, data)
-        elif not generation.more and self._is_done(generation):
+        if not generation.more and self._is_done(generation):
             self._end(generation)
 
     def _say(self, generation: _Generation, data: bytes) -> None:
@@ -638,6 +640,8 @@ class FileSource:
                     self._left.setdefault(mark.path, []).append(mark)
 
     def _keep(self, mark: Mark) -> None:
+        if mark.gone:
+            return
         marks = self._past.pop(mark.inode, {})
         marks.pop(mark.stream, None)
         marks[mark.stream] = mark
@@ -917,8 +921,7 @@ class FileSource:
         if not quiet:
             return False
         oldest = min(quiet, key=lambda one: (self._at.get(one.path) is one, one.changed_at))
-        with suppress(OSError):
-            self._judge(oldest)
+        self._judged[oldest.key] = (oldest.scanned, oldest.complete)  # as it was read, not as it is
         self._put_away(oldest)
         return True
 

@@ -29,7 +29,7 @@ ALIVE_SECONDS = 30.0
 WRITE_SECONDS = 15.0
 MAX_BODY = 4096
 DEFAULT_LIMIT = 100
-MAX_LIMIT = 1000
+MAX_LIMIT = 500
 
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -114,7 +114,7 @@ def make_app(
             web.get("/api/v1/incidents", views.incidents),
             web.get("/api/v1/incidents/{id}", views.incident),
             web.get("/api/v1/targets", views.targets),
-            web.get("/api/v1/targets/{name}", views.target),
+            web.get("/api/v1/targets/{name:.+}", views.target),
             web.get("/api/v1/classes", views.classes),
             web.get("/-/healthy", views.healthy),
             web.get("/-/ready", views.ready),

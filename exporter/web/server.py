@@ -28,6 +28,7 @@ HEADER_SECONDS = 20.0  # also how long an idle connection is kept
 HANDSHAKE_SECONDS = 10.0
 STOP_SECONDS = 5.0
 MAX_HEADER = 4096
+MAX_HEADERS = 64
 READ_BUFFER = 1 << 14
 POLL_SECONDS = 5.0
 log = structlog.get_logger(__name__)
@@ -58,6 +59,7 @@ async def serve(
         lingering_time=1.0,
         max_line_size=MAX_HEADER,
         max_field_size=MAX_HEADER,
+        max_headers=MAX_HEADERS,
         read_bufsize=READ_BUFFER,
         auto_decompress=False,
     )
@@ -132,7 +134,7 @@ class _Site(web.BaseSite):
     async def renew(self, context: ssl.SSLContext | None) -> None:
         """Take new clients by ``context``; those already here stay as they are."""
         loop = asyncio.get_running_loop()
-        before, self._ssl_context = self._server, context
+        before = self._server
         self._server = await loop.create_server(
             self._connection,
             sock=self._listening.dup(),
@@ -141,6 +143,7 @@ class _Site(web.BaseSite):
             ssl_handshake_timeout=None if context is None else HANDSHAKE_SECONDS,
             ssl_shutdown_timeout=None if context is None else HANDSHAKE_SECONDS,
         )
+        self._ssl_context = context
         if before is not None:
             before.close()
 
@@ -149,12 +152,16 @@ class _Site(web.BaseSite):
         self._listening.close()
 
     def _connection(self) -> asyncio.Protocol:
-        server = self._runner.server
-        assert server is not None
-        connections = server.connections
-        for oldest in connections[: max(0, len(connections) - MAX_CONNECTIONS + 1)]:
+        assert self._runner.server is not None
+        # a connection counts once it is made, which a plain one is in the turn after the next
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self._make_room)
+        return self._runner.server()
+
+    def _make_room(self) -> None:
+        connections = [] if self._runner.server is None else self._runner.server.connections
+        for oldest in connections[: max(0, len(connections) - MAX_CONNECTIONS)]:
             oldest.force_close()
-        return server()
 
 
 async def _guarding(
@@ -176,18 +183,22 @@ async def _guarding(
 async def _follow(
     app: web.Application, config: WebConfigFile, sites: list[_Site], poll_seconds: float
 ) -> None:
+    pending = False
     while True:
         await asyncio.sleep(poll_seconds)
         try:
-            changed = await asyncio.to_thread(config.refresh)
+            pending = await asyncio.to_thread(config.refresh) or pending
+            if pending:
+                app[GUARD].apply(config.current)
+                for site in sites:
+                    await site.renew(config.current.ssl_context)
+                pending = False
+                log.info("web configuration reloaded")
         except WebConfigError as error:
             log.error("web configuration kept", problems=error.problems)  # noqa: TRY400 - a user's mistake
-            continue
-        if changed:
-            app[GUARD].apply(config.current)
-            for site in sites:
-                await site.renew(config.current.ssl_context)
-            log.info("web configuration reloaded")
+        except OSError as error:
+            # out of file descriptors, most likely; tried again with the next look
+            log.error("web configuration not in force yet", problem=str(error))  # noqa: TRY400 - says it all
 
 
 class AccessLog(AbstractAccessLogger):

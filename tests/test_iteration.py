@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from datetime import datetime
+
+import pytest
+
+from exporter.records import Iteration, Line, Record
+from exporter.vllm.iteration import iteration
+from exporter.vllm.log import LogParser
+from exporter.vllm.signals import signals
+
+
+def record(text: str) -> Record:
+    """An INFO record with ``text``."""
+    return Record("EngineCore", 104, "INFO", None, "loggers.py", (text,), (1,))
+
+
+STEP = "Iteration(812): 3 context requests, 8100 context tokens, 41 generation requests, 92 generation tokens"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{STEP}, iteration elapsed time: 310.55 ms",
+        f"Engine 000: {STEP}, iteration elapsed time: 310.55 ms, GPU KV cache usage: 12.3%",
+        f"Engine 011: {STEP}, iteration elapsed time: 9.1 ms, GPU KV cache usage: 0.1%, encoder inputs: 2, "
+        "encoder output embeddings: 512",
+    ],
+    ids=["0.14", "0.26", "encoder"],
+)
+def test_a_step(text: str) -> None:
+    """The true tokens of a step are read in the wording of every version."""
+    step = iteration(record(text))
+    assert step is not None
+    assert (step.context_requests, step.context_tokens) == (3, 8100)
+    assert (step.generation_requests, step.generation_tokens) == (41, 92)
+    assert step.tokens == 8192
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Engine 001: {STEP}, iteration elapsed time: 1.00 ms (dummy), GPU KV cache usage: 0.0%",
+        f"he sent: {STEP}",
+        "Iteration(812): 3 context requests, 8100 context tok",
+        "Engine 000: Avg prompt throughput: 0.0 tokens/s",
+        "",
+    ],
+    ids=["dummy", "quoted", "cut", "statistics", "empty"],
+)
+def test_what_is_no_step(text: str) -> None:
+    """Dummy steps of data parallel, quotes and cut lines are no steps."""
+    assert iteration(record(text)) is None
+
+
+@pytest.mark.xfail(strict=True, raises=ValueError, reason="numbers of any length are turned into int")
+def test_a_huge_step() -> None:
+    """A step of thousands of digits is no step, and stops nothing."""
+    assert iteration(record(STEP.replace("8100", "9" * 5000))) is None
+
+
+@pytest.mark.xfail(strict=True, reason="lines of one prefix are one record, of which only the head is read")
+def test_the_steps_of_one_second() -> None:
+    """A server makes many steps a second, from one place in the code: each of them counts."""
+    parser = LogParser(datetime(2026, 11, 30))
+    prefix = "(APIServer pid=1) INFO 11-02 10:00:00 [loggers.py:199] Engine 000: "
+    records = [
+        record
+        for number, tokens in enumerate((100, 8190, 200), 1)
+        for record in parser.feed(Line(number, prefix + STEP.replace("8100", str(tokens))))
+    ]
+    records += parser.flush()
+    found = [signal for record in records for signal in signals(record)]
+    assert [one.context_tokens for one in found if isinstance(one, Iteration)] == [100, 8190, 200]
