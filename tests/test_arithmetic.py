@@ -42,9 +42,6 @@ class TestBounds:
         low, high = bounds(printed(size))
         assert low <= size <= high
 
-    @pytest.mark.xfail(
-        strict=True, reason="below 10 MiB torch does not round to 2 MiB, so 4.00 MiB is no exact size"
-    )
     def test_a_small_true_size_is_inside(self) -> None:
         """The same holds below 10 MiB, where only the two decimals are lost."""
         size = 4 * MIB + 1

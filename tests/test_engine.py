@@ -215,14 +215,7 @@ class TestSettings:
             ({"max_num_scheduled_tokens": 8000}, None, 8000),
             ({"max_num_batched_tokens": 0}, None, None),
             ({"max_num_batched_tokens": "auto"}, None, None),
-            pytest.param(
-                {"max_num_batched_tokens": True},
-                None,
-                None,
-                marks=pytest.mark.xfail(
-                    strict=True, reason="a truth value is taken for a limit of one token"
-                ),
-            ),
+            ({"max_num_batched_tokens": True}, None, None),
             ({}, None, None),
         ],
         ids=["budget", "scheduled", "scheduled-only", "zero", "text", "truth", "none"],

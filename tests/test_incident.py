@@ -317,9 +317,6 @@ class TestTwoFailuresAreTwo:
             ("prefill_budget", True),
         ]
 
-    @pytest.mark.xfail(
-        strict=True, reason="the engine is said to go on before the failure it goes on after is known"
-    )
     def test_a_dump_stays_with_its_failure(self) -> None:
         """The dump of a death says nothing of a call that was survived before."""
         first, second = run(start(), survived(100), later(103), dump(200), fatal(200), dead(200)).incidents()
@@ -330,9 +327,6 @@ class TestTwoFailuresAreTwo:
 class TestSurvived:
     """Failures that the engine says it goes on after."""
 
-    @pytest.mark.xfail(
-        strict=True, reason="the engine is said to go on before the failure it goes on after is known"
-    )
     @pytest.mark.parametrize("process", [API, ENGINE], ids=["server", "engine"])
     def test_a_request_that_failed(self, process: str) -> None:
         """One request whose image did not fit did not kill the engine."""

@@ -62,15 +62,13 @@ def recommended_budget(case: Case, facts: Facts, class_id: str) -> tuple[int | N
         and 0 < free < tried
     ):
         fits = int(tokens * free / tried)
-        if fits * _SAFETY >= floor:
-            result = min(_power_of_two(int(fits * _SAFETY)), ceiling)
-            if good is not None and good <= fits:
-                result = max(result, min(good, ceiling))
-            result = max(floor, result)
-            return result, (
-                f"{tokens} tokens needed {human(tried)} where {human(free)} was free, so about {fits} "
-                f"would have fitted; 0.8 of that, rounded down, is {result}"
-            )
+        fitting = f"{tokens} tokens needed {human(tried)} where {human(free)} was free, so about {fits} would have fitted"
+        result = min(_power_of_two(int(fits * _SAFETY)), ceiling)
+        if good is not None and max(result, floor - 1) < good <= fits and result < ceiling:
+            return min(good, ceiling), f"{fitting}; the life before ran with {good}"
+        if result < floor:
+            return floor, f"{fitting}; less than {floor} does not serve {seqs or 'many'} sequences"
+        return result, f"{fitting}; 0.8 of that, rounded down, is {result}"
     if good is not None:
         return min(max(floor, good), ceiling), f"the life before ran with {good}"
     result = max(floor, _power_of_two(ceiling))

@@ -24,7 +24,7 @@ def bounds(tried_bytes: int) -> tuple[int, int]:
     """Smallest and largest number of bytes that torch prints as ``tried_bytes``."""
     gib, mib = 1 << 30, 1 << 20
     half = 0.005 * (gib if tried_bytes >= gib else mib)
-    exact_mib = tried_bytes < gib and tried_bytes % _ROUND == 0
+    exact_mib = 10 * mib <= tried_bytes < gib and tried_bytes % _ROUND == 0
     slack = 0 if exact_mib else math.ceil(half)
     low = tried_bytes - slack - (_ROUND if tried_bytes >= 10 * mib else 512)
     return max(1, low + 1), tried_bytes + slack

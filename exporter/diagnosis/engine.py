@@ -16,7 +16,7 @@ _NUMBERED = re.compile(r"[_ ]?\d+$")
 
 def version_number(version: object) -> float | None:
     """``0.32.0`` -> 32.0 and ``0.10.2`` -> 10.02; ``1.2.0`` -> 102.0. None for a development build."""
-    match = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", str(version))
+    match = re.match(r"v?(\d{1,15}(?!\d))\.(\d{1,15}(?!\d))(?:\.(\d{1,15}(?!\d)))?", str(version))
     if match is None or (match[1] == "0" and match[2] in ("0", "1") and "dev" in str(version)):
         return None
     return int(match[1]) * 100 + int(match[2]) + int(match[3] or 0) / 100
@@ -198,7 +198,7 @@ def memory_of(life: Life) -> dict[str, int]:
 def step_limit(life: Life) -> int | None:
     """Tokens one step may hold: ``max_num_scheduled_tokens`` where set, else the budget."""
     values = [life.settings.get(n) for n in ("max_num_scheduled_tokens", "max_num_batched_tokens")]
-    return next((v for v in values if isinstance(v, int) and v > 0), None)
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
 
 
 def budget(life: Life) -> int | None:

@@ -69,6 +69,7 @@ def features(case: Case, shown: Facts) -> Facts:
         "gpu_memory_utilization": settings.get("gpu_memory_utilization"),
         "kv_pinned": _pinned(case.life),
         "chunked_prefill": settings.get("enable_chunked_prefill"),
+        "cgroup_named": any(f.facts.get("cgroup_named") for f in case.failures) or None,
         "kv_connector": settings.get("kv_connector"),
         "unified_device": _unified(settings, shown) or None,
         "vllm_at_least": version_number(shown.get("vllm_version")),

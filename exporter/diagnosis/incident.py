@@ -41,7 +41,7 @@ _SERVING_KINDS = frozenset({"workspace_locked", "cumem"})
 _STARTUP_STAGES = frozenset({"device_init", "weights", "profile", "kv_allocation", "warmup", "capture"})
 _STARTUP_OPERATIONS = frozenset({"weights", "kv_tensors", "capture"})
 _SERVING_STAGES = frozenset({"step", "sampling", "utility", "wake"})
-_RANK = re.compile(r"(?:TP|rank|rank=|VllmWorker_|Worker_)(\d+)")
+_RANK = re.compile(r"(?:TP|rank|rank=|VllmWorker_|Worker_)(\d{1,15}(?!\d))")
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ is reported with its place, all of them at once.
 from __future__ import annotations
 
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -328,7 +328,10 @@ class _Reader:
         result = FailureClass(
             id=class_id,
             name=self.text("name", raw["name"]),
-            phases=tuple(self.choice("phases", one, ("startup", "serving")) for one in raw["phases"]),
+            phases=tuple(
+                self.choice("phases", one, ("startup", "serving"))
+                for one in self.list("phases", raw["phases"])
+            ),
             status=self.choice("status", raw["status"], STATUSES),
             first_vllm=str(vllm.get("first")),
             last_vllm=None if vllm.get("last") is None else str(vllm["last"]),
@@ -340,7 +343,9 @@ class _Reader:
             dead_ends=tuple(self.dead_end(i, one) for i, one in self.items("dead_ends", raw)),
             confirm=self.text("confirm", raw["confirm"]),
             confused_with=tuple(self.confused(i, one) for i, one in self.items("confused_with", raw)),
-            sources=tuple(self.text(f"sources[{i}]", s) for i, s in enumerate(raw["sources"])),
+            sources=tuple(
+                self.text(f"sources[{i}]", s) for i, s in enumerate(self.list("sources", raw["sources"]))
+            ),
             examples=tuple(self.example(i, one, class_id) for i, one in self.items("examples", raw)),
         )
         ids = [rule.id for rule in result.evidence]
@@ -350,7 +355,7 @@ class _Reader:
             expects = {example.expect for example in result.examples}
             if class_id not in expects or expects == {class_id}:
                 self.problem("examples", "needs one of this class and one of something else")
-            if not result.sources:
+            if raw["sources"] == []:
                 self.problem("sources", "must not be empty")
         return result if len(self.problems) == before else None
 
@@ -457,7 +462,15 @@ class _Reader:
 
     def bases(self, place: str, value: object) -> tuple[str, ...]:
         values = value if isinstance(value, list) else []
+        if value is not None and not isinstance(value, list):
+            self.problem(f"{place}.basis", "must be a list")
         return tuple(self.choice(f"{place}.basis", str(one).split(" ")[0], BASES) for one in values)
+
+    def list(self, place: str, value: object) -> Sequence[object]:
+        if isinstance(value, list):
+            return value
+        self.problem(place, "must be a list")
+        return ()
 
     def when(self, place: str, value: object, allowed: Iterable[str] = FEATURES) -> None:
         if value is None:
@@ -468,11 +481,12 @@ class _Reader:
         for name, test in value.items():
             if name not in allowed:
                 self.problem(f"{place}.when", f"{name!r} is not a known feature")
-            if isinstance(test, str) and test[:1] in "<>":
-                try:
-                    _compare(test, 0.0)
-                except ValueError:
-                    self.problem(f"{place}.when.{name}", f"{test!r} is not a comparison")
+            for one in test if isinstance(test, list) else [test]:
+                if isinstance(one, str) and one[:1] in "<>":
+                    try:
+                        _compare(one, 0.0)
+                    except ValueError:
+                        self.problem(f"{place}.when.{name}", f"{one!r} is not a comparison")
 
     def template(self, place: str, value: object, allowed: Iterable[str]) -> str:
         text = self.text(place, value)

@@ -16,7 +16,7 @@ _UNITS = {
     "bytes": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40,
     "G": 1 << 30, "M": 1 << 20, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30,
 }  # fmt: skip
-_SIZE = r"(~?-?[\d,]+(?:\.\d+)?) ?(bytes|[KMGT]i?B|B)\b"
+_SIZE = r"(~?-?\d[\d,]{0,20}(?:\.\d{1,15})?) ?(bytes|[KMGT]i?B|B)\b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ def to_bytes(number: str, unit: str) -> int:
 _OOM = re.compile(r"(CUDA|HIP|XPU|NPU|MPS|HPU)(?: backend)? out of(?: memory\b|\s*$)")
 _TRIED = re.compile(rf"[Tt]ried to allocate {_SIZE}")
 _REQUESTED = re.compile(rf"[Rr]equested size:? {_SIZE}")
-_DEVICE = re.compile(r"\b(?:GPU|NPU|XPU|Tile|device) (\d+)\b")
+_DEVICE = re.compile(r"\b(?:GPU|NPU|XPU|Tile|device) (\d{1,15}(?!\d))\b")
 _TOTAL = re.compile(rf"(?:total capaci?ty of |GPU \d+ has |has ){_SIZE}(?: total)?|{_SIZE} total capacity")
 _FREE = re.compile(rf"of which {_SIZE} is free|{_SIZE} (?:is )?free\b")
-_PROCESS = re.compile(rf"(?:Process (\d+) has|this process has) {_SIZE} memory in use")
+_PROCESS = re.compile(rf"(?:Process (\d{{1,15}}(?!\d)) has|this process has) {_SIZE} memory in use")
 _ALLOCATED = re.compile(
     rf"Of the allocated memory {_SIZE}|\(?{_SIZE} (?:is )?allocated by PyTorch|{_SIZE} already allocated"
 )
@@ -134,17 +134,21 @@ def _below_max_len(text: str, match: re.Match[str]) -> dict[str, object]:
         facts["required_bytes"] = to_bytes(need[1], need[2])
     if (have := re.search(rf"available KV cache memory \({_SIZE}\)", text)) is not None:
         facts["available_bytes"] = to_bytes(have[1], have[2])
-    if (length := re.search(r"estimated maximum model length is (\d+)", text)) is not None:
+    if (length := re.search(r"estimated maximum model length is (\d{1,15}(?!\d))", text)) is not None:
         facts["estimated_max_model_len"] = int(length[1])
     return facts
 
 
+_PLAIN = re.compile(r"\d{1,15}(?:\.\d{1,15})?")
+
+
 def _startup_free(text: str, match: re.Match[str]) -> dict[str, object]:
     facts: dict[str, object] = {
-        "free_bytes": round(float(match[1]) * (1 << 30)),
-        "total_bytes": round(float(match[2]) * (1 << 30)),
+        name: round(float(number) * (1 << 30))
+        for name, number in (("free_bytes", match[1]), ("total_bytes", match[2]))
+        if _PLAIN.fullmatch(number)
     }
-    if (need := re.search(r"utilization \([\d.]+, ([\d.]+) GiB\)", text)) is not None:
+    if (need := re.search(r"utilization \([\d.]+, (\d{1,15}(?:\.\d{1,15})?) GiB\)", text)) is not None:
         facts["required_bytes"] = round(float(need[1]) * (1 << 30))
     return facts
 
@@ -157,7 +161,9 @@ def _host_kv(text: str, match: re.Match[str]) -> dict[str, object]:
 
 
 def _workspace(text: str, _: re.Match[str]) -> dict[str, object]:
-    found = re.search(r"requires ([\d.]+) MB, current size is ([\d.]+) MB", text)
+    found = re.search(
+        r"requires (\d{1,15}(?:\.\d{1,15})?) MB, current size is (\d{1,15}(?:\.\d{1,15})?) MB", text
+    )
     if found is None:
         return {}
     return {
@@ -185,14 +191,18 @@ WORDINGS = (
     # v1/worker/gpu_model_runner.py, 0.8.0..0.33.0
     Wording(
         "sampler_warmup",
-        re.compile(r"\w+ out of memory occurred when warming up sampler with (\d+) dummy requests"),
+        re.compile(
+            r"\w+ out of memory occurred when warming up sampler with (?:(\d{1,15})|\d+) dummy requests"
+        ),
         _number(1, "dummy_requests"),
         "CUDA out of memory occurred when warming up sampler with {dummy_requests} dummy requests.",
     ),
     # 0.9.2..0.33.0
     Wording(
         "pooler_warmup",
-        re.compile(r"\w+ out of memory occurred when warming up pooler .{0,80}?with (\d+) dummy requests"),
+        re.compile(
+            r"\w+ out of memory occurred when warming up pooler .{0,80}?with (?:(\d{1,15})|\d+) dummy requests"
+        ),
         _number(1, "dummy_requests"),
         "CUDA out of memory occurred when warming up pooler with {dummy_requests} dummy requests.",
     ),
@@ -213,7 +223,7 @@ WORDINGS = (
     # V1 0.7.0..0.33.0 ("models's" in 0.8..0.11)
     Wording(
         "kv_below_max_len",
-        re.compile(r"To serve at least one request with the model\w*'?s max seq len \(([\d,]+)\)"),
+        re.compile(r"To serve at least one request with the model\w*'?s max seq len \((\d[\d,]{0,20})\)"),
         _below_max_len,
         "To serve at least one request with the model's max seq len ({max_model_len}), more KV "
         "cache is needed than there is.",
@@ -222,7 +232,7 @@ WORDINGS = (
     Wording(
         "kv_below_max_len",
         re.compile(
-            r"The model's max seq len \(([\d,]+)\) is larger than the maximum number of tokens "
+            r"The model's max seq len \((\d[\d,]{0,20})\) is larger than the maximum number of tokens "
             r"that can be stored in KV cache"
         ),
         _below_max_len,
@@ -232,7 +242,9 @@ WORDINGS = (
     # Its first words are those of the healthy decomposition line ("on startup. Desired …").
     Wording(
         "startup_free",
-        re.compile(r"[Ff]ree memory on device (?:[\w:]+ )?\(([\d.]+)/([\d.]+) GiB\) on startup is less than"),
+        re.compile(
+            r"[Ff]ree memory on device (?:[\w:]+ )?\(([\d.]{1,40})/([\d.]{1,40}) GiB\) on startup is less than"
+        ),
         _startup_free,
         "Free memory on device ({free_bytes} of {total_bytes}) on startup is less than desired.",
     ),
@@ -240,7 +252,7 @@ WORDINGS = (
     Wording(
         "host_kv",
         re.compile(
-            r"Available memory on node \d+ \(([\d.]+)/([\d.]+) GiB\) on kv cache allocation is "
+            r"Available memory on node \d+ \(([\d.]{1,40})/([\d.]{1,40}) GiB\) on kv cache allocation is "
             r"less than requested memory for kv"
         ),
         _host_kv,
@@ -280,7 +292,7 @@ WORDINGS = (
         "host_allocator",
         re.compile(
             r"(?:\[enforce fail at [^\]]{1,60}\][^\n]{0,40}? )?DefaultCPUAllocator: (?:can't allocate memory|not enough memory)"
-            r"(?:: you tried to allocate (\d+) bytes)?"
+            r"(?:: you tried to allocate (\d{1,15}(?!\d)) bytes)?"
         ),
         _number(1, "tried_bytes"),
         "DefaultCPUAllocator: can't allocate memory.",
@@ -315,10 +327,12 @@ WORDINGS = (
         lambda text, _: allocator_facts(text),
         "CUDA out of memory. The allocation would exceed per_process_memory_fraction.",
     ),
-    # Gaudi: RuntimeError: [Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::402653184
+    # Gaudi: RuntimeError: [Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::402653184 (384)MB
     Wording(
         "allocator",
-        re.compile(r"(?:\[Rank:\d+\] )?FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::(\d+)"),
+        re.compile(
+            r"(?:\[Rank:\d+\] )?FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::(?:(\d{1,15}) \()?"
+        ),
         _number(1, "tried_bytes"),
         "",
     ),
@@ -409,7 +423,8 @@ def _match(text: str, message: str) -> Recognised | None:
     for wording in WORDINGS:
         if wording.pattern.match(text) is None:
             continue
-        found = wording.pattern.match(message)
+        # a first line cut behind "CUDA out of" fits by its end, which is not that of the message
+        found = wording.pattern.match(message) or wording.pattern.match(text)
         assert found is not None
         facts = wording.facts(message, found)
         if wording.kind == "allocator":

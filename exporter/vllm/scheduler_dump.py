@@ -19,19 +19,19 @@ import re
 from collections.abc import Mapping
 
 # …}, total_num_scheduled_tokens=16384, scheduled_spec_decode_tokens={}, scheduled_encoder_inputs={}, …
-_TOTAL = re.compile(r"\}, total_num_scheduled_tokens=(\d+), scheduled_spec_decode_tokens=\{")
-_TOTAL_CUT = re.compile(r"total_num_scheduled_tokens=(\d+)")
+_TOTAL = re.compile(r"\}, total_num_scheduled_tokens=(\d{1,15}(?!\d)), scheduled_spec_decode_tokens=\{")
+_TOTAL_CUT = re.compile(r"total_num_scheduled_tokens=(\d{1,15}(?!\d))")
 _ENCODER = "scheduled_encoder_inputs={"
 _SCHEDULED = "num_scheduled_tokens={"
-_ITEM = re.compile(r": (\d+)(?:, |$)")
+_ITEM = re.compile(r": (\d{1,15}(?!\d))(?:, |$)")
 # followed by prefill_token_ids_len (0.12+) or mm_… in every version; an id may fake the rest
-_NEW = re.compile(r",\s?prompt_token_ids_len=(\d+),\s?(?:prefill_token_ids_len=|mm_)")
-_NEW_COMPUTED = re.compile(r"num_computed_tokens=(\d+),\s?lora_request=(None|null|\w+)")
-_LOGPROBS = re.compile(r"\bprompt_logprobs=(None|null|-?\d+)")
+_NEW = re.compile(r",\s?prompt_token_ids_len=(\d{1,15}(?!\d)),\s?(?:prefill_token_ids_len=|mm_)")
+_NEW_COMPUTED = re.compile(r"num_computed_tokens=(\d{1,15}(?!\d)),\s?lora_request=(None|null|\w+)")
+_LOGPROBS = re.compile(r"\bprompt_logprobs=(None|null|-?\d{1,15}(?!\d))")
 _REQ_IDS = re.compile(r"CachedRequestData\(req_ids=\[")
 _ARRAY = r"{}=\[([\d, ]*)\]"
-_STATS = re.compile(r"SchedulerStats\(num_running_reqs=(\d+), num_waiting_reqs=(\d+)")
-_KV_USAGE = re.compile(r"\b(?:kv|gpu)_cache_usage=([\d.]+(?:e-?\d+)?)")
+_STATS = re.compile(r"SchedulerStats\(num_running_reqs=(\d{1,15}(?!\d)), num_waiting_reqs=(\d{1,15}(?!\d))")
+_KV_USAGE = re.compile(r"\b(?:kv|gpu)_cache_usage=(\d{1,15}(?:\.\d{1,30})?(?:e-?\d{1,2})?(?![\d.]))")
 _VERSION = re.compile(r"V1 LLM engine \(v([\w.+!-]{1,64})\) with config")
 
 
@@ -72,7 +72,9 @@ def output_facts(text: str) -> dict[str, object]:
 
 def _read_new(new: str, facts: dict[str, object]) -> None:
     """Requests that begin in this step. Their prompts are printed as lengths only."""
-    lengths = [int(m[1]) for m in _NEW.finditer(new)]
+    lengths = [
+        length for one in new.split("NewRequestData(")[1:] if (length := _prompt_length(one)) is not None
+    ]
     if lengths:
         facts["max_prompt_tokens"] = max(lengths)
     loras = [m[2] for m in _NEW_COMPUTED.finditer(new)]
@@ -81,6 +83,12 @@ def _read_new(new: str, facts: dict[str, object]) -> None:
     logprobs = [m[1] for m in _LOGPROBS.finditer(new)]
     if logprobs:
         facts["prompt_logprobs_requested"] = any(one not in ("None", "null") for one in logprobs)
+
+
+def _prompt_length(request: str) -> int | None:
+    """The prompt of one new request. Its id, which a client may choose, stands before; stop texts behind."""
+    found = [m[1] for m in _NEW.finditer(request.partition("sampling_params=SamplingParams(")[0])]
+    return int(found[-1]) if found else None
 
 
 def _split_tokens(new: str, cached: str, scheduled: str, facts: dict[str, object]) -> None:
@@ -117,7 +125,7 @@ def _tokens_by_cached_id(cached: str, scheduled: str) -> tuple[list[int], list[i
     """Tokens, computed tokens and output tokens of each cached request; None if unreadable."""
     if "CachedRequestData(req_id=" in cached:  # 0.9.0, 0.9.1
         ids = re.findall(r"CachedRequestData\(req_id='?((?:[^',]|'(?!,))*)'?,", cached)
-        computed = [int(n) for n in re.findall(r"num_computed_tokens=(\d+)\)", cached)]
+        computed = [int(n) for n in re.findall(r"num_computed_tokens=(\d{1,15}(?!\d))\)", cached)]
         outputs: list[int | None] = [None] * len(ids)
     else:
         match = _REQ_IDS.search(cached)
@@ -136,11 +144,12 @@ def _tokens_by_cached_id(cached: str, scheduled: str) -> tuple[list[int], list[i
         return None
     tokens = []
     for one in ids:
-        at = scheduled.find(f"{one}: ")
-        count = re.match(r"\d+", scheduled[at + len(one) + 2 :]) if at >= 0 else None
+        # from its beginning: the tokens of 0_cmpl-a are not those of 10_cmpl-a
+        at = 0 if scheduled.startswith(f"{one}: ") else scheduled.find(f", {one}: ") + 2
+        count = re.match(r": (\d{1,15})(?!\d)", scheduled[at + len(one) :]) if at != 1 else None
         if count is None:
             return None
-        tokens.append(int(count[0]))
+        tokens.append(int(count[1]))
     return tokens, computed, outputs
 
 

@@ -23,8 +23,8 @@ from .memory_error import Recognised, match
 # [rank0]:[W1020 01:01:34.032955245 CUDACachingAllocator.cpp:3933] memory allocation failed with
 # OOM on device 0 while trying to allocate 230686720 bytes (free: 92274688, total: 85094825984).
 _RETRY = re.compile(
-    r"(?:expandable_segments: )?memory (?:allocation|mapping) failed with OOM on device (\d+) "
-    r"while trying to allocate (\d+)(?: bytes)?(?: \(free: (\d+), total: (\d+)\))?"
+    r"(?:expandable_segments: )?memory (?:allocation|mapping) failed with OOM on device (\d{1,15}(?!\d)) "
+    r"while trying to allocate (\d{1,15}(?!\d))(?: bytes)?(?: \(free: (\d{1,15}(?!\d)), total: (\d{1,15}(?!\d))\))?"
 )
 # [Sat Oct 25 09:04:11 2026] Memory cgroup out of memory: Killed process 30412 (VLLM::EngineCor) …
 _KILLER = re.compile(
@@ -68,7 +68,7 @@ _TERMINALS = (
 _DEAD_EXCEPTIONS = ("EngineDeadError", "AsyncEngineDeadError", "MQEngineDeadError", "EngineGenerateError")
 _FAILED_PROCS = re.compile(r"Failed core proc\(s\): \{([^}]*)\}")
 _DIED = re.compile(
-    r"Worker proc \S{1,60} died unexpectedly(?: \(exit code: (-?\d+|None)\))?|Worker \S{1,60} pid \d+ died, exit code: (-?\d+)"
+    r"Worker proc \S{1,60} died unexpectedly(?: \(exit code: (-?\d{1,15}(?!\d)|None)\))?|Worker \S{1,60} pid \d+ died, exit code: (-?\d{1,15}(?!\d))"
 )
 _API_PROCESSES = re.compile(r"(?:APIServer|ApiServer_\d+|MainProcess|DPSupervisor)$")
 _ENGINE_FILES = frozenset(
@@ -131,8 +131,6 @@ def _failures(record: Record) -> Iterator[Signal]:
     if record.level == "":
         yield from _runtime_lines(record)
     survived = _survival(record)
-    if survived is not None:
-        yield survived
     lines: Sequence[str] = record.lines
     offset = 0
     if survived is not None and survived.kind == "survived_request":
@@ -141,6 +139,8 @@ def _failures(record: Record) -> Iterator[Signal]:
         lines = lines[offset:]
     yield from _head_failure(record)
     yield from _exceptions(record, lines, offset)
+    if survived is not None:
+        yield survived  # of the failure before it
     yield from _terminals(record)
 
 
@@ -300,12 +300,13 @@ def _runtime_lines(record: Record) -> Iterator[Signal]:
         number = record.numbers[index]
         if (found := _RETRY.match(text)) is not None:
             yield _near_miss(record, found)
-        elif _KILLER.match(text) is not None:
+        elif (found := _KILLER.match(text)) is not None:
+            named = {"cgroup_named": True} if "Memory cgroup" in found[0] else {}
             yield Failure(
-                "oom_killer", {}, (), "the kernel killed a process for lack of memory", number, record
+                "oom_killer", named, (), "the kernel killed a process for lack of memory", number, record
             )
         elif _OOM_KILLED.match(text) is not None:
-            yield Failure("oom_killer", {}, (), "Kubernetes: OOMKilled", number, record)
+            yield Failure("oom_killer", {"cgroup_named": True}, (), "Kubernetes: OOMKilled", number, record)
         elif _SHELL_KILLED.match(text) is not None:
             yield Failure("killed_by_signal", {"exit_code": -9}, (), "the shell says: Killed", number, record)
         elif "NCCL WARN" in text and _NCCL_WARN.match(text) is not None:

@@ -8,6 +8,7 @@ that the same words inside a prompt mean nothing.
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -96,9 +97,10 @@ def _typed(raw: object) -> object:
         return None
     for kind in (int, float):
         try:
-            return kind(text)
+            value = kind(text)
         except ValueError:
             continue
+        return value if math.isfinite(value) else None
     return text
 
 
@@ -214,9 +216,9 @@ def _blocks(record: Record, match: re.Match[str]) -> Iterator[Signal]:
 
 
 _DECOMPOSITION = re.compile(
-    r"Actual usage is (?P<base>[\d.]+) GiB for (?P<what>consumed memory[^,]*|weight),\s*"
-    r"(?P<peak>[\d.]+) GiB for peak activation,(?:\s*(?P<nontorch>[\d.]+) GiB for non-torch memory,)?"
-    r"\s*and (?P<graph>[\d.]+) GiB for CUDAGraph memory"
+    r"Actual usage is (?P<base>\d{1,15}(?:\.\d{1,15})?) GiB for (?P<what>consumed memory[^,]*|weight),\s*"
+    r"(?P<peak>\d{1,15}(?:\.\d{1,15})?) GiB for peak activation,(?:\s*(?P<nontorch>\d{1,15}(?:\.\d{1,15})?) GiB for non-torch memory,)?"
+    r"\s*and (?P<graph>\d{1,15}(?:\.\d{1,15})?) GiB for CUDAGraph memory"
 )
 
 
@@ -239,14 +241,18 @@ def _decomposition(record: Record, match: re.Match[str]) -> Iterator[Signal]:
         values["cuda_graph_bytes"] = round(float(parts["graph"]) * GIB)
         if parts["nontorch"]:
             values["non_torch_bytes"] = round(float(parts["nontorch"]) * GIB)
-    if (kv := re.search(r"Current kv cache memory in use is ([\d.]+) (GiB|bytes)", text)) is not None:
+    if (
+        kv := re.search(r"Current kv cache memory in use is (\d{1,15}(?:\.\d{1,15})?) (GiB|bytes)", text)
+    ) is not None:
         values["kv_cache_bytes"] = to_bytes(kv[1], kv[2])
     if (
-        fit := re.search(r"`--kv-cache-memory(?:-bytes)?=(\d+)`[^`]{0,40}to fit into requested", text)
+        fit := re.search(
+            r"`--kv-cache-memory(?:-bytes)?=(\d{1,15}(?!\d))`[^`]{0,40}to fit into requested", text
+        )
     ) is not None:
         values["kv_cache_fit_bytes"] = int(fit[1])
     yield MemoryParts(values, record)
-    if (desired := re.search(r"utilization is \(([\d.]+), ", text)) is not None:
+    if (desired := re.search(r"utilization is \((\d{1,15}(?:\.\d{1,15})?), ", text)) is not None:
         yield Settings({"gpu_memory_utilization": float(desired[1])}, record)
 
 
@@ -267,17 +273,17 @@ def _v0_profile(record: Record, _: re.Match[str]) -> Iterator[Signal]:
     values = {
         name: round(float(found[1]) * GIB)
         for name, pattern in (
-            ("total_bytes", r"total_gpu_memory \(([\d.]+)GiB\)"),
-            ("weights_bytes", r"model weights take ([\d.]+)GiB"),
-            ("non_torch_bytes", r"non_torch_memory takes ([\d.]+)GiB"),
-            ("peak_activation_bytes", r"PyTorch activation peak memory takes ([\d.]+)GiB"),
-            ("kv_cache_bytes", r"reserved for KV Cache is (-?[\d.]+)GiB"),
+            ("total_bytes", r"total_gpu_memory \((\d{1,15}(?:\.\d{1,15})?)GiB\)"),
+            ("weights_bytes", r"model weights take (\d{1,15}(?:\.\d{1,15})?)GiB"),
+            ("non_torch_bytes", r"non_torch_memory takes (\d{1,15}(?:\.\d{1,15})?)GiB"),
+            ("peak_activation_bytes", r"PyTorch activation peak memory takes (\d{1,15}(?:\.\d{1,15})?)GiB"),
+            ("kv_cache_bytes", r"reserved for KV Cache is (-?\d{1,15}(?:\.\d{1,15})?)GiB"),
         )
         if (found := re.search(pattern, text)) is not None
     }
     if values:
         yield MemoryParts(values, record)
-    if (used := re.search(r"gpu_memory_utilization \(([\d.]+)\)", text)) is not None:
+    if (used := re.search(r"gpu_memory_utilization \((\d{1,15}(?:\.\d{1,15})?)\)", text)) is not None:
         yield Settings({"gpu_memory_utilization": float(used[1])}, record)
 
 
@@ -311,23 +317,23 @@ RULES = (
     _rule(r"vLLM API server version (\d[\w.+!-]{1,63})", _version),
     _rule(r"(?=[ \t]*$|[ \t]*[█▄▀])", _banner, "api_utils.py utils.py cli_args.py startup.py"),
     _rule(r"Initializing an? (?:V1 )?LLM engine", _engine),
-    _rule(r"Chunked prefill is enabled(?: with max_num_batched_tokens=(\d+))?", _chunked),
-    _rule(r"Setting max_num_batched_tokens to (\d+) for ", _one_setting("max_num_batched_tokens")),
-    _rule(r"max_num_scheduled_tokens is set to (\d+)", _one_setting("max_num_scheduled_tokens")),
-    _rule(r"Using max model len (\d+)", _one_setting("max_model_len")),
-    _rule(r"Auto-fit max_model_len: reduced from \d+ to (\d+)", _one_setting("max_model_len")),
-    _rule(r"Overriding num_gpu_blocks=\d+ with num_gpu_blocks_override=(\d+)", _one_setting("num_gpu_blocks_override")),
-    _rule(r"(?:Loading model weights|Model loading) took ([\d.]+) G(?:i)?B", _part("weights_bytes")),
-    _rule(r"Available KV cache memory: (-?[\d.]+) GiB", _part("kv_cache_bytes")),
-    _rule(r"(?:.{0,24}) ?KV cache size: ([\d,]+) tokens", _tokens),
-    _rule(r"# (?:\w+ )?blocks: ([\d,]+)(?:, # CPU blocks|\s*$)", _blocks),
-    _rule(r"Free memory on device (?:[\w:]+ )?\(([\d.]+)/([\d.]+) GiB\) on startup\. ", _decomposition),
-    _rule(r"Initial free memory [\d.]+ GiB, reserved ([\d.]+) GiB memory for KV Cache", _reserved_by_hand),
+    _rule(r"Chunked prefill is enabled(?: with max_num_batched_tokens=(\d{1,15}(?!\d)))?", _chunked),
+    _rule(r"Setting max_num_batched_tokens to (\d{1,15}(?!\d)) for ", _one_setting("max_num_batched_tokens")),
+    _rule(r"max_num_scheduled_tokens is set to (\d{1,15}(?!\d))", _one_setting("max_num_scheduled_tokens")),
+    _rule(r"Using max model len (\d{1,15}(?!\d))", _one_setting("max_model_len")),
+    _rule(r"Auto-fit max_model_len: reduced from \d+ to (\d{1,15}(?!\d))", _one_setting("max_model_len")),
+    _rule(r"Overriding num_gpu_blocks=\d+ with num_gpu_blocks_override=(\d{1,15}(?!\d))", _one_setting("num_gpu_blocks_override")),
+    _rule(r"(?:Loading model weights|Model loading) took (\d{1,15}(?:\.\d{1,15})?) G(?:i)?B", _part("weights_bytes")),
+    _rule(r"Available KV cache memory: (-?\d{1,15}(?:\.\d{1,15})?) GiB", _part("kv_cache_bytes")),
+    _rule(r"(?:.{0,24}) ?KV cache size: (\d[\d,]{0,20}) tokens", _tokens),
+    _rule(r"# (?:\w+ )?blocks: (\d[\d,]{0,20})(?:, # CPU blocks|\s*$)", _blocks),
+    _rule(r"Free memory on device (?:[\w:]+ )?\((\d{1,15}(?:\.\d{1,15})?)/(\d{1,15}(?:\.\d{1,15})?) GiB\) on startup\. ", _decomposition),
+    _rule(r"Initial free memory [\d.]+ GiB, reserved (\d{1,15}(?:\.\d{1,15})?) GiB memory for KV Cache", _reserved_by_hand),
     _rule(r"Memory profiling takes [\d.]+ seconds\s*$", _v0_profile),
     _rule(r"the current vLLM instance can use total_gpu_memory|model weights take [\d.]+GiB", _v0_profile),
-    _rule(r"Memory profiling takes .*torch peak memory increase: ([\d.]+)GiB", _part("peak_activation_bytes")),
-    _rule(r"Estimated CUDA graph memory: ([\d.]+) GiB total", _part("cuda_graph_estimate_bytes")),
-    _rule(r"Graph capturing finished in \d+ secs\.?,? took (-?[\d.]+) GiB", _part("cuda_graph_bytes")),
+    _rule(r"Memory profiling takes .*torch peak memory increase: (\d{1,15}(?:\.\d{1,15})?)GiB", _part("peak_activation_bytes")),
+    _rule(r"Estimated CUDA graph memory: (\d{1,15}(?:\.\d{1,15})?) GiB total", _part("cuda_graph_estimate_bytes")),
+    _rule(r"Graph capturing finished in \d+ secs\.?,? took (-?\d{1,15}(?:\.\d{1,15})?) GiB", _part("cuda_graph_bytes")),
     _rule(r"CUDA graph memory profiling is (?:dis|en)abled", _graph_warning),
     _rule(r"CUDA graphs can take additional|Capturing (?:cuda|CUDA ?)graphs? for decoding|Capturing the model for CUDA graphs", _mark("capturing")),
     _rule(r"Starting to load model ", _mark("loading")),

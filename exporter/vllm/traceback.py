@@ -16,9 +16,9 @@ from functools import lru_cache
 from ..records import Frame
 
 # File "/usr/…/vllm/v1/worker/gpu_worker.py", line 813, in execute_model
-_FRAME = re.compile(r'File "([^"\n]{1,400})", line (\d+)(?:, in ([\w<>.]+))?')
+_FRAME = re.compile(r'File "([^"\n]{1,400})", line (\d{1,15}(?!\d))(?:, in ([\w<>.]+))?')
 # notebook: File /opt/app/x.py:116, in f(…)      retyped: … deepseek_v4/attention.py:541, in wq_b
-_LOOSE_FRAME = re.compile(r"(?:^|[\s(])([\w./-]+\.py)(?::|, line )(\d+),? in ([\w<>.]+)")
+_LOOSE_FRAME = re.compile(r"(?:^|[\s(])([\w./-]+\.py)(?::|, line )(\d{1,15}(?!\d)),? in ([\w<>.]+)")
 _TRACEBACK = "Traceback (most recent call last):"
 # EngineCore hit an exception: Traceback (most recent call last):      (0.7.0..0.8.4)
 # Processed prompts:   0%|    | 0/112 [00:00<?, ?it/s][rank0]: Traceback (most recent call last):
@@ -95,6 +95,9 @@ def frame_of(text: str) -> Frame | None:
 def _package_path(path: str) -> str:
     """``path`` from the package on; other people's folders are no business of ours."""
     parts = path.replace("\\", "/").split("/")
+    # before the packages: ~/.cache/vllm/torch_compile_cache/…
+    if "inductor_cache" in parts or "torch_compile_cache" in parts:
+        return "inductor_cache/" + parts[-1]
     for package in _PACKAGES:
         if package in parts[:-1]:
             last = len(parts) - 1 - parts[::-1].index(package) if package != "vllm" else parts.index(package)
@@ -103,8 +106,6 @@ def _package_path(path: str) -> str:
                 if parts[i].endswith("-packages"):
                     last = i + 1
             return "/".join(parts[last:])
-    if "inductor_cache" in parts or "torch_compile_cache" in parts:
-        return "inductor_cache/" + parts[-1]
     return "/".join(parts[-2:]) if len(parts) > 1 and not path.startswith("/") else parts[-1]
 
 
