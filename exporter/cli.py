@@ -131,11 +131,14 @@ def _run(args: argparse.Namespace) -> int:
         config = _load(args)
         classes = dict(builtin_classes())
         if config.classes is not None:
-            classes |= load_classes(config.classes)
+            classes |= load_classes(config.classes, complete=False)
     except ConfigError as error:
         return _refuse(error.problems)
     except KnowledgeError as error:
-        return _refuse([f"--classes: {error}"])
+        return _refuse([f"--classes {config.classes}: {problem}" for problem in error.problems])
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        return _refuse([f"--classes {config.classes}: {reason}; give a directory of class files"])
     return run(config, classes, lambda: _load(args))
 
 

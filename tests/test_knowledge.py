@@ -15,19 +15,16 @@ from exporter.diagnosis import advice, features
 from exporter.diagnosis.history import History
 from exporter.diagnosis.knowledge import (
     ADVICE_NUMBERS,
-    BASES,
     CLASS_IDS,
-    EFFECTS,
     FACTS,
     FEATURES,
-    STATUSES,
-    Example,
     KnowledgeError,
     builtin_classes,
     fields_of,
     holds,
     load_classes,
 )
+from exporter.diagnosis.rules import BASES, EFFECTS, STATUSES, Example
 from exporter.vllm import signals
 from exporter.vllm.memory_error import WORDINGS
 from exporter.vllm.traceback import OPERATIONS, STAGES
