@@ -33,6 +33,7 @@ golden: $(VENV)/.dev
 bench: $(VENV)/.dev
 	command -v mtail && command -v rg || { apt-get update && apt-get install -y mtail ripgrep; }
 	$(BIN)/python tests/bench/scan.py
+	$(BIN)/python tests/bench/exposition.py
 
 clean:
 	rm -rf $(VENV) dist build
