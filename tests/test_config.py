@@ -14,7 +14,6 @@ from conftest import HERE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from exporter import config as module
 from exporter.config import (
     Address,
     Config,
@@ -27,6 +26,7 @@ from exporter.config import (
     parse_duration,
     shown_url,
 )
+from exporter.config import file as module
 
 FILES = HERE / "config"
 LOG = {"log": ["/var/log/vllm.log"]}

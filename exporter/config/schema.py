@@ -1,0 +1,107 @@
+"""The one declaration of the options; flags, keys, variables and documentation follow from it.
+
+A new option is one field of ``Config`` and one row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .values import (
+    ADDRESS,
+    DIR,
+    FILE,
+    PREFIX,
+    PUSH_URLS,
+    SOURCES,
+    VLLM_URL,
+    YES_NO,
+    Address,
+    Kind,
+    choice,
+    duration,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetConfig:
+    """One vLLM server.
+
+    ``log``: SOURCEs as written, never empty. ``vllm_url``: base URL without a trailing slash, and
+    perhaps with credentials: show it with ``shown_url`` only. ``labels``: what its series carry:
+    nothing without ``targets:``, else ``namespace``, ``pod`` and ``container``, or ``target``.
+    """
+
+    name: str
+    log: tuple[str, ...]
+    vllm_url: str = field(repr=False)
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A valid configuration. Durations are seconds; paths are as written, relative to the working folder.
+
+    ``labelled`` says that the file has ``targets:``: series then carry labels even if there is one.
+    """
+
+    targets: tuple[TargetConfig, ...]
+    labelled: bool
+    scrape_interval: float
+    listen: Address
+    state_dir: Path | None
+    alertmanager_url: tuple[str, ...] = field(repr=False)
+    linger: float
+    web_config_file: Path | None
+    web_enable_lifecycle: bool
+    web_hide_excerpts: bool
+    classes: Path | None
+    log_level: str
+    log_format: str
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of ``run``. ``default`` is what one would type to get it; empty: there is none."""
+
+    flag: str
+    kind: Kind
+    default: str
+    help: str
+
+    @property
+    def key(self) -> str:
+        """Key in the file, and field of ``Config``: ``--web.config.file`` is ``web_config_file``."""
+        return re.sub("[-.]", "_", self.flag.removeprefix("--"))
+
+    @property
+    def environment(self) -> str:
+        """Name of the variable."""
+        return PREFIX + self.key.upper()
+
+
+OPTIONS = (
+    Option("--log", SOURCES, "", "log of the server: path, glob, '-' for standard input, or 'kubernetes:[NAMESPACE/POD/CONTAINER]'"),
+    Option("--vllm-url", VLLM_URL, "http://localhost:8000", "where the server answers; its /metrics is scraped"),
+    Option("--scrape-interval", duration("100ms", "1h"), "2s", "time between two scrapes of the server"),
+    Option("--listen", ADDRESS, "0.0.0.0:10977", "address to serve metrics, pages and API on"),
+    Option("--state-dir", DIR, "", "where counters, incidents and log positions outlive a restart; without it they don't"),
+    Option("--alertmanager-url", PUSH_URLS, "", "Alertmanager to push incidents to (checked only: not used yet)"),
+    Option("--linger", duration("0s", "1h"), "30s", "time left for a last scrape when standard input has ended"),
+    Option("--web.config.file", FILE, "", "TLS and basic auth, in the format of Prometheus' exporter-toolkit"),
+    Option("--web.enable-lifecycle", YES_NO, "false", "allow POST /-/reload"),
+    Option("--web.hide-excerpts", YES_NO, "false", "show no log excerpts on pages and in the API"),
+    Option("--classes", DIR, "", "directory with more class files"),
+    Option("--log-level", choice("debug", "info", "warning", "error"), "info", "least severe message of the exporter's own log"),
+    Option("--log-format", choice("console", "json", "auto"), "auto", "of the exporter's own log; auto: console on a terminal, else json"),
+)  # fmt: skip
+BY_KEY = {option.key: option for option in OPTIONS}
+OF_TARGET = ("log", "vllm_url")  # options that describe the one server there is without targets:
+
+
+def options() -> tuple[Option, ...]:
+    """Every option of ``run``, in the order they are documented."""
+    return OPTIONS
