@@ -42,10 +42,15 @@ _COMPOSE = re.compile(r"([a-zA-Z0-9][\w.-]{0,80}?) +\| ")
 # (RayWorkerWrapper pid=3012, ip=192.0.2.10) text [repeated 7x across cluster]
 _RAY = re.compile(r"\((\w+) pid=(\d+), ip=([\da-fA-F.:]+)\) ")
 _RAY_REPEAT = re.compile(r" ?\[repeated \d+x across cluster\](?: \(Ray deduplicates logs[^)]*\))?")
-# model-prefill-0-2 vllm (Worker pid=302) ERROR …      pod and container by stern or kubectl logs --prefix
+# model-prefill-0-2 vllm (Worker pid=302) ERROR …      pod and container by stern; two words could be
+# anything, so they are only taken for that where a line of a server follows once
 _STERN = re.compile(
-    r"(?:\+ |› )?\[?(?:pod/)?([a-z0-9](?:[a-z0-9.-]{0,120}[a-z0-9])?)[ /](?:› )?([a-z0-9][a-z0-9-]{0,60})\]? (?=\(\w[\w.-]* pid=|[A-Z]+ \d\d-\d\d |\d{4}-\d\d-\d\dT|Traceback|  File \")"
+    r"([a-z0-9](?:[a-z0-9.-]{0,120}[a-z0-9])?)[ /](?:› )?([a-z0-9][a-z0-9-]{0,60}) "
+    r"(?=\(\w[\w.-]* pid=|[A-Z]+ \d\d-\d\d |[A-Z]+: {2,}|\d{4}-\d\d-\d\dT|Traceback|  File \")"
 )
+# [pod/model-prefill-0-2/vllm] (Worker pid=302) ERROR …      by kubectl logs --prefix
+_KUBECTL = re.compile(r"\[pod/([a-z0-9][a-z0-9.-]{0,252})/([a-z0-9][a-z0-9-]{0,62})\] ?")
+_KEPT_CONTAINERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,7 @@ class Framing:
 
     def __init__(self) -> None:
         self._pending: dict[str, Line] = {}
+        self._containers: set[str] = set()
         self.truncated = 0
 
     def feed(self, number: int, raw: bytes) -> Iterator[Line]:
@@ -96,82 +102,129 @@ class Framing:
         if len(raw) > MAX_LINE:
             raw = raw[:_HEAD] + raw[-(MAX_LINE - _HEAD) :]
             self.truncated += 1
-        text = raw.decode("utf-8", "replace")
-        stripped = text.rstrip("\r")
-        line, stream, partial = _unwrap(Line(number, stripped, carriage_returns=len(text) - len(stripped)))
-        pending = self._pending.pop(stream, None) if self._pending else None
-        if pending is not None:
-            joined = pending.text + line.text
-            if len(joined) > MAX_LINE:
-                joined = joined[:_HEAD] + joined[-(MAX_LINE - _HEAD) :]
-                self.truncated += 1
-            line = Line(pending.number, joined, pending.time, line.origin, line.carriage_returns)
-        if not partial:
+        text, returns = _ended(raw.decode("utf-8", "replace"))
+        line = self._unwrap(Line(number, text, carriage_returns=returns))
+        if line is not None:
             yield line
-            return
-        self._pending[stream] = line
-        if len(self._pending) > 64:
-            yield self._pending.pop(next(iter(self._pending)))
+        while len(self._pending) > 64:
+            yield from self._give_up()
 
     def flush(self) -> Iterator[Line]:
         """The pieces whose end never came."""
-        yield from self._pending.values()
-        self._pending.clear()
+        while self._pending:
+            yield from self._give_up()
 
     @property
     def waiting(self) -> bool:
         """Whether a cut line still waits for its end."""
         return bool(self._pending)
 
+    def _give_up(self) -> Iterator[Line]:
+        """The oldest line that waits, as far as it came."""
+        line = self._unwrap(self._pending.pop(next(iter(self._pending))))
+        if line is not None:
+            yield line
+
+    def _join(self, stream: str, piece: Line, last: bool) -> Line | None:
+        """The line that ``piece`` is the last of, or None where its end is to come."""
+        before = self._pending.pop(stream, None)
+        if before is not None:
+            joined = before.text + piece.text
+            if len(joined) > MAX_LINE:
+                joined = joined[:_HEAD] + joined[-(MAX_LINE - _HEAD) :]
+                self.truncated += 1
+            piece = piece._replace(number=before.number, text=joined, time=before.time)
+        if last:
+            return piece
+        self._pending[stream] = piece
+        return None
+
+    def _unwrap(self, line: Line) -> Line | None:
+        """``line`` without its wrappers, or None where the runtime cut it and its end is to come.
+
+        What stands inside a runtime's wrapper is looked at once it is whole: the rest of a cut
+        line is text, whatever it begins with.
+        """
+        number, text, time, origin, returns = line
+        if text[:1] in _BARE and "\x1b" not in text and ", ip=" not in text[:80]:
+            return line
+        text = clean(text)
+        for _ in range(4):
+            first = text[:1]
+            if first == "{" and (inner := _docker(text)) is not None:
+                text, stream, when = inner
+                time, last = when or time, text.endswith("\n")
+                if self._pending or not last:
+                    piece = Line(number, text, time, origin)
+                    if (whole := self._join(origin + stream, piece, last)) is None:
+                        return None
+                    number, text, time, origin, _ = whole
+                text, returns = _ended(text.rstrip("\n"))
+                text = clean(text)
+            elif first.isdigit() and (match := _CRI.match(text)):
+                time = parse_stamp(match[1]) or time
+                text = text[match.end() :]
+                if self._pending or match[3] == "P":
+                    piece = Line(number, text, time, origin, returns)
+                    if (whole := self._join(origin + match[2], piece, match[3] == "F")) is None:
+                        return None
+                    number, text, time, origin, returns = whole
+                    text = clean(text)
+            elif "[resource.labels." in text[:120] and (match := _GOOGLE.match(text)):
+                time = parse_stamp(match[1]) or time
+                origin = match[2]
+                text = text[match.end() :]
+            elif first.isdigit() and (match := _JOURNAL_ISO.match(text)):
+                time = parse_stamp(match[1]) or time
+                origin = origin or match[2]
+                text = text[match.end() :]
+            elif (first.isdigit() or first == "[") and (match := _STAMP.match(text)):
+                time = parse_stamp(match[1]) or time
+                text = text[match.end() :]
+            elif first.isupper() and (match := _JOURNAL.match(text)):
+                origin = origin or match[2]
+                text = text[match.end() :]
+            elif first == "(" and (match := _RAY.match(text)):
+                origin = match[3]
+                text = f"({match[1]} pid={match[2]}) " + _RAY_REPEAT.sub("", text[match.end() :])
+            elif first == "[" and (match := _KUBECTL.match(text)):
+                origin = f"{match[1]}/{match[2]}"
+                text = text[match.end() :]
+            elif first.isalnum() and (match := _COMPOSE.match(text)):
+                origin = match[1]
+                text = text[match.end() :]
+            elif first.islower() and (found := self._container(text)) is not None:
+                origin, text = found
+            else:
+                break
+        return Line(number, text, time, origin, returns)
+
+    def _container(self, text: str) -> tuple[str, str] | None:
+        """Pod and container that stern put before ``text``, and the rest; None where it did not.
+
+        Once known they are recognised before any line: the last one of a traceback
+        (``llama-70b-0 vllm torch.OutOfMemoryError: CUDA out of memory. …``) looks like nothing.
+        """
+        pod, _, rest = text.partition(" ")
+        container, _, rest = rest.partition(" ")
+        if (name := f"{pod}/{container}") in self._containers:
+            return name, rest
+        if (match := _STERN.match(text)) is None:
+            return None
+        name = f"{match[1]}/{match[2]}"
+        if len(self._containers) >= _KEPT_CONTAINERS:
+            self._containers.clear()
+        self._containers.add(name)
+        return name, text[match.end() :]
+
 
 _BARE = frozenset(("(", " ", ""))  # no wrapper but Ray's begins so
 
 
-def _unwrap(line: Line) -> tuple[Line, str, bool]:
-    """``line`` without its wrappers, the stream it belongs to, and whether it is a piece."""
-    text, time, origin, returns = line.text, line.time, line.origin, line.carriage_returns
-    if text[:1] in _BARE and "\x1b" not in text and ", ip=" not in text[:80]:
-        return line, "", False
-    stream, partial = "", False
-    if "\x1b" in text or "#033" in text:
-        text = clean(text)
-    for _ in range(4):
-        first = text[:1]
-        if first == "{" and (inner := _docker(text)) is not None:
-            text, stream_name, when = inner
-            partial = not text.endswith("\n")
-            text = text.rstrip("\n")
-            stripped = text.rstrip("\r")
-            returns = len(text) - len(stripped)
-            text, stream, time = clean(stripped), stream + stream_name, when or time
-        elif first.isdigit() and (match := _CRI.match(text)):
-            time = parse_stamp(match[1]) or time
-            stream, partial = stream + match[2], match[3] == "P"
-            text = clean(text[match.end() :])
-            if partial:
-                break
-        elif "[resource.labels." in text[:120] and (match := _GOOGLE.match(text)):
-            time = parse_stamp(match[1]) or time
-            origin = match[2]
-            text = text[match.end() :]
-        elif (first.isdigit() or first == "[") and (match := _JOURNAL_ISO.match(text) or _STAMP.match(text)):
-            time = parse_stamp(match[1]) or time
-            text = text[match.end() :]
-        elif first.isupper() and (match := _JOURNAL.match(text)):
-            origin = origin or match[2]
-            text = text[match.end() :]
-        elif first == "(" and (match := _RAY.match(text)):
-            origin = match[3]
-            text = f"({match[1]} pid={match[2]}) " + _RAY_REPEAT.sub("", text[match.end() :])
-        elif first.isalnum() and (match := _COMPOSE.match(text)):
-            origin = match[1]
-            text = text[match.end() :]
-        elif first.islower() and (match := _STERN.match(text)):
-            origin = f"{match[1]}/{match[2]}"
-            text = text[match.end() :]
-        else:
-            break
-    return Line(line.number, text, time, origin, returns), stream + origin, partial
+def _ended(text: str) -> tuple[str, int]:
+    """``text`` without the carriage returns at its end, and how many they were."""
+    stripped = text.rstrip("\r")
+    return stripped, len(text) - len(stripped)
 
 
 def _docker(text: str) -> tuple[str, str, datetime | None] | None:
@@ -180,7 +233,7 @@ def _docker(text: str) -> tuple[str, str, datetime | None] | None:
         return None
     try:
         raw = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # [[[[… 100,000 deep
         return None
     log = raw.get("log") if isinstance(raw, dict) else None
     if not isinstance(log, str):

@@ -9,19 +9,29 @@ source of true step sizes (``vllm:iteration_tokens_total`` books whole prompts).
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from ..records import Iteration, Record
 
 _LINE = re.compile(
-    r"(?:Engine \d+: )?Iteration\(\d+\): (\d+) context requests, (\d+) context tokens, "
-    r"(\d+) generation requests, (\d+) generation tokens"
+    r"(?:Engine \d+: )?Iteration\(\d+\): (\d{1,18}) context requests, (\d{1,18}) context tokens, "
+    r"(\d{1,18}) generation requests, (\d{1,18}) generation tokens"
 )
 
 
+def iterations(record: Record) -> Iterator[Iteration]:
+    """The steps that ``record`` reports. The dummy steps of data parallel count as none.
+
+    The steps of one second come from one place in the code, so they are lines of one record.
+    """
+    if _LINE.match(record.head) is None:
+        return
+    for text in record.lines:
+        if (match := _LINE.match(text)) is not None and "(dummy)" not in text:
+            a, b, c, d = (int(n) for n in match.groups())
+            yield Iteration(a, b, c, d, record)
+
+
 def iteration(record: Record) -> Iteration | None:
-    """The step that ``record`` reports, or None. The dummy steps of data parallel count as none."""
-    match = _LINE.match(record.head)
-    if match is None or "(dummy)" in record.head:
-        return None
-    a, b, c, d = (int(n) for n in match.groups())
-    return Iteration(a, b, c, d, record)
+    """The largest of the steps that ``record`` reports, or None."""
+    return max(iterations(record), key=lambda step: step.tokens, default=None)

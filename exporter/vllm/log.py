@@ -28,6 +28,7 @@ MAX_RECORD_CHARS = 1 << 21
 _KEPT_PREFIXES = 6  # lines of a record repeat its prefix, and a few processes interleave
 _KEPT_PIDS = 4096
 _OPEN_BARE = 4  # records of a process without a prefix that may interleave
+_KEPT_DONE = 256  # access lines of one second that wait for a record begun before them
 
 # (EngineCore pid=104) ERROR 11-02 10:00:00 [core.py:1586] msg     INFO 06-01 12:00:00 llm_engine.py:161] msg
 _PREFIX = re.compile(
@@ -35,7 +36,7 @@ _PREFIX = re.compile(
     r"\[?((?:[\w.-]+/)*[\w.-]+):(\d+)\] ?"
 )
 # (Worker_TP0 pid=12)  (VllmWorker rank=3 pid=12)  (VllmWorker TP0 pid=12)
-_PROCESS = re.compile(r"\(([A-Za-z_][\w.-]*)(?: (?:rank=)?(\w+))? pid=(\d+)\) ?")
+_PROCESS = re.compile(r"\(([A-Za-z_][\w.-]*)(?: (?:rank=)?(\w+))? pid=(\d{1,18})\) ?")
 # INFO:     192.0.2.10:57224 - "POST /v1/completions HTTP/1.1" 500 Internal Server Error
 _UVICORN = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL): {2,}")
 # [rank5]:[W920 12:00:00.000000000 CUDACachingAllocator.cpp:3933] msg
@@ -106,7 +107,8 @@ class Clock:
         return self._cache[key]
 
     def _resolve(self, month: int, day: int, hour: int, minute: int, second: int) -> datetime | None:
-        bound = self.latest + timedelta(days=1)
+        day_before_last = datetime.max - timedelta(days=1)  # a file may be dated 9999-12-31
+        bound = min(self.latest, day_before_last) + timedelta(days=1)
         for year in range(bound.year, bound.year - 9, -1):  # 9: back over a leap day
             try:
                 time = datetime(year, month, day, hour, minute, second)
@@ -117,10 +119,15 @@ class Clock:
         return None
 
 
-@dataclass(slots=True)
+_Done = tuple[int, int, Record]
+"""A complete record behind its place: its first line, and when it began among those of that line."""
+
+
+@dataclass(slots=True, eq=False)
 class _Open:
     """A record that may still grow."""
 
+    order: int
     process: str
     pid: int | None
     level: str
@@ -146,6 +153,18 @@ class _Open:
             self.lines.append(text)
             self.numbers.append(line.number)
             self.chars += len(text)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.numbers[0], self.order
+
+    @property
+    def announces_more(self) -> bool:
+        """All lines of a record but the last end with an extra ``\\r``."""
+        return self.first_returns > 0 and self.last_returns >= self.first_returns
+
+    def done(self) -> _Done:
+        return *self.place, self.record()
 
     def record(self) -> Record:
         return Record(
@@ -173,25 +192,23 @@ class LogParser:
         self._logged = 0
         self._now: datetime | None = None
         self._after_asgi_error = False
-        self._done: list[tuple[int, int, Record]] = []
-        self._arrivals = 0
+        self._done: list[_Done] = []
+        self._begun = 0
         self.unparsed = 0
 
     def feed(self, line: Line) -> Iterator[Record]:
         """The records that are complete with ``line``, in the order of their first lines."""
         closed = False
-        for record in self._feed(line):
+        for done in self._feed(line):
             closed = True
-            self._arrivals += 1
-            heapq.heappush(self._done, (record.numbers[0], self._arrivals, record))
+            heapq.heappush(self._done, done)
         if closed:  # only then can the oldest open record be another one
             yield from self._release()
 
     def flush(self) -> Iterator[Record]:
         """The records still open, as at the end of the input or after a silence."""
-        for record in self._close_all():
-            self._arrivals += 1
-            heapq.heappush(self._done, (record.numbers[0], self._arrivals, record))
+        for done in self._close_all():
+            heapq.heappush(self._done, done)
         yield from self._release()
 
     # --- for an input that does not end ----------------------------------------------------------
@@ -211,14 +228,13 @@ class LogParser:
     def rest(self) -> Iterator[Record]:
         """A short silence: the records that do not announce another line.
 
-        All lines of a record but the last end with an extra ``\\r``. What a client wrote in the
-        middle of a record must not become the beginning of one because a writer was slow.
+        What a client wrote in the middle of a record must not become the beginning of one because
+        a writer was slow.
         """
         for slot, opened in list(self._open.items()):
-            if not any(one.first_returns and one.last_returns >= one.first_returns for one in opened):
-                for record in self._close(self._open.pop(slot)):
-                    self._arrivals += 1
-                    heapq.heappush(self._done, (record.numbers[0], self._arrivals, record))
+            if not any(one.announces_more for one in opened):
+                for done in self._close(self._open.pop(slot)):
+                    heapq.heappush(self._done, done)
         yield from self._release()
 
     def until(self, latest: datetime) -> None:
@@ -242,15 +258,42 @@ class LogParser:
         self._now = datetime.fromisoformat(saved["now"]) if saved["now"] else None
 
     def _release(self) -> Iterator[Record]:
-        """What no open record began before. Many processes at once do not hold it up for ever."""
-        first = min((one.numbers[0] for opened in self._open.values() for one in opened), default=None)
-        while self._done and (first is None or self._done[0][0] <= first or len(self._done) > 256):
-            yield heapq.heappop(self._done)[2]
+        """What no open record began before.
 
-    def _feed(self, line: Line) -> Iterator[Record]:
+        Where much waits for one, it is closed, unless its next line would then pass for a first one.
+        """
+        first = self._first()
+        while self._done:
+            if first is None or self._done[0][:2] < first.place:
+                yield heapq.heappop(self._done)[2]
+            elif len(self._done) <= _KEPT_DONE:
+                return
+            elif first.announces_more:
+                yield heapq.heappop(self._done)[2]
+            else:
+                for opened in self._open.values():
+                    if first in opened:
+                        opened.remove(first)
+                heapq.heappush(self._done, first.done())
+                first = self._first()
+
+    def _first(self) -> _Open | None:
+        return min(
+            (one for opened in self._open.values() for one in opened), key=lambda one: one.place, default=None
+        )
+
+    def _alone(self, record: Record) -> _Done:
+        """The place of a record that is complete with its first line."""
+        return record.numbers[0], self._order(), record
+
+    def _order(self) -> int:
+        self._begun += 1
+        return self._begun
+
+    def _feed(self, line: Line) -> Iterator[_Done]:
         text = line.text
         if text[:1] == "{" and (record := self._json(line)) is not None:
-            yield record
+            yield self._alone(record)
             return
         for prefix, parsed in self._prefixes.items():
             if text.startswith(prefix):
@@ -268,10 +311,10 @@ class LogParser:
             yield from self._logged_line(line, match.end(), *parsed)
             return
         if (match := _CPP.match(text)) is not None:
-            yield self._cpp(line, match)
+            yield self._alone(self._cpp(line, match))
             return
         if (match := _DASHED.match(text)) is not None:
-            yield self._dashed(line, match)
+            yield self._alone(self._dashed(line, match))
             return
         yield from self._raw_line(line)
 
@@ -296,12 +339,19 @@ class LogParser:
             lead = _PROCESS.sub("", lead)
         if not lead or lead.isspace() or lead in self._leads:
             return process, pid
-        if len(lead) <= 64 and self._logged < 200 and not _UVICORN.match(text):
+        if len(lead) <= 64 and self._logged < 200 and not self._quotes_client(lead):
             self._leads.add(lead)
             return process, pid
         if _PROGRESS.search(lead) and '"' not in lead:
             return process, pid
         return None
+
+    def _quotes_client(self, lead: str) -> bool:
+        """Whether a client may have written what follows ``lead``: a URL, or the text of an exception.
+
+        ``(APIServer pid=1) INFO:     192.0.2.1:50 - "GET /?q=ERROR 11-02 10:00:00 [core.py:1] …``
+        """
+        return self._after_asgi_error or '"' in lead or _UVICORN.search(lead) is not None
 
     def _logged_line(
         self,
@@ -311,7 +361,7 @@ class LogParser:
         clock: datetime | None,
         process: str,
         pid: int | None,
-    ) -> Iterator[Record]:
+    ) -> Iterator[_Done]:
         """A line whose prefix, of ``end`` characters, was read before."""
         self._logged += 1
         self._after_asgi_error = False
@@ -364,7 +414,7 @@ class LogParser:
         time: datetime | None,
         process: str,
         pid: int | None,
-    ) -> Iterator[Record]:
+    ) -> Iterator[_Done]:
         level, file = key[0], key[-2]
         slot = (line.origin, f"{process}:{pid}")
         opened = self._open.setdefault(slot, [])
@@ -376,8 +426,8 @@ class LogParser:
             if pid is not None or (opened and opened[0].key[1:6] != key[1:6]):
                 yield from self._close(opened)
             elif len(opened) >= _OPEN_BARE:
-                yield opened.pop(0).record()
-            fresh = _Open(process, pid, level, time, file, line.origin, key)
+                yield opened.pop(0).done()
+            fresh = _Open(self._order(), process, pid, level, time, file, line.origin, key)
             fresh.add(line, text)
             opened.append(fresh)
         if time is not None and time != self._now:
@@ -395,7 +445,7 @@ class LogParser:
             return None
         try:
             raw = json.loads(line.text)
-        except ValueError:
+        except (ValueError, RecursionError):  # [[[[… 100,000 deep
             return None
         if not isinstance(raw, dict) or not isinstance(raw.get("message"), str):
             return None
@@ -443,14 +493,14 @@ class LogParser:
             "",
             None,
             match[3],
-            line.time or datetime.fromisoformat(match[1]),
+            line.time or _asctime(match[1]),
             f"{match[2]}.py",
             (text,),
             (line.number,),
             line.origin,
         )
 
-    def _raw_line(self, line: Line) -> Iterator[Record]:
+    def _raw_line(self, line: Line) -> Iterator[_Done]:
         """A line without a level: uvicorn, interpreter tracebacks, C++ and kernel messages."""
         text, process, pid = line.text, "", None
         if text[:1] == "(":
@@ -462,10 +512,10 @@ class LogParser:
             self._after_asgi_error = text.startswith("Exception in ASGI")
             cut = _ACCESS_GLUED.search(text)
             shown = text if cut is None else text[: cut.end()]
-            yield Record(
+            yield self._alone(Record(
                 process or "APIServer", pid, match[1], line.time or self._now, "uvicorn",
                 (shown,), (line.number,), line.origin, line.time is not None,
-            )  # fmt: skip
+            ))  # fmt: skip
             if cut is not None:
                 yield from self._feed(
                     Line(line.number, text[cut.end() :], line.time, line.origin, line.carriage_returns)
@@ -487,6 +537,7 @@ class LogParser:
         if not opened:
             opened.append(
                 _Open(
+                    self._order(),
                     process,
                     pid,
                     "",
@@ -503,12 +554,12 @@ class LogParser:
 
     # --- closing ---------------------------------------------------------------------------------
 
-    def _close(self, opened: list[_Open]) -> Iterator[Record]:
+    def _close(self, opened: list[_Open]) -> Iterator[_Done]:
         for one in opened:
-            yield one.record()
+            yield one.done()
         opened.clear()
 
-    def _close_older(self, time: datetime) -> Iterator[Record]:
+    def _close_older(self, time: datetime) -> Iterator[_Done]:
         """Close what has been silent while the log's own clock went on."""
         for slot, opened in list(self._open.items()):
             seconds = seconds_between(opened[-1].time, time) if opened else None
@@ -517,11 +568,10 @@ class LogParser:
             if not opened:
                 del self._open[slot]
 
-    def _close_all(self) -> Iterator[Record]:
-        still = [one for opened in self._open.values() for one in opened]
+    def _close_all(self) -> Iterator[_Done]:
+        for opened in self._open.values():
+            yield from self._close(opened)
         self._open.clear()
-        for one in sorted(still, key=lambda each: each.numbers[0]):
-            yield one.record()
 
 
 def seconds_between(earlier: datetime | None, later: datetime | None) -> float | None:
