@@ -37,9 +37,13 @@ TICK = 0.1
 _RECORD_TICKS = 2  # a record is written at once; what follows later is another one
 _TERMINAL_TICKS = 4
 _SETTLE_TICKS = 10  # one second
+_SURVIVED_TICKS = 51  # five seconds: no failure of that allocation will be logged any more
 _CHECKPOINT_TICKS = 20
+_ASIDE_TICKS = 100  # lines kept aside may be the first of a life; what says so follows in seconds
 _REPLAY_BYTES = 64 << 20  # what a restart may have to read again, at most
 _KNOWN = 10_000
+_UNSAVED = 1000  # documents kept while the state can't be written
+_NEAR_MISS = "near_miss"
 _RECENT = 100
 _KEPT_STREAMS = 1000
 # Access lines, of our own scrapes too, and "Engine 000: Avg prompt throughput: …" go on in a hang.
@@ -96,6 +100,7 @@ class _Stream:
         self.ended = False
         self.quiet = 0  # ticks without a line worth parsing
         self.silent = 0  # ticks without any line
+        self.aside = _ASIDE_TICKS  # ticks since the scanner kept lines aside
         if saved is not None:
             self.token = saved.token
             self.scanner.lines = saved.lines
@@ -130,6 +135,8 @@ class Follower:
     ) -> None:
         self.status = status
         self._before = before
+        self.failures = 0
+        """Grows with every line that reports a failure."""
         self.fed = 0
         """Grows with every record that tells more than that the API server is there."""
         self._classes = classes
@@ -235,8 +242,11 @@ class Follower:
     def _read(self, stream: _Stream, data: bytes) -> None:
         """``data`` is either all behind what was counted, or all new."""
         scanner, counts, source = stream.scanner, self.status.counts, stream.source
+        kept_aside = scanner.kept_aside
         lines, unparsed, truncated = scanner.lines, stream.parser.unparsed, stream.truncated
         self._give(stream, scanner.feed(data))
+        if scanner.kept_aside != kept_aside:
+            stream.aside = 0
         if lines < stream.counted_lines:
             return
         new = scanner.lines - lines
@@ -264,6 +274,7 @@ class Follower:
             self.fed += record.file not in _HEARTBEATS
             self._history.feed(record, stream.name)
             if self._history.error_lines:
+                self.failures += len(self._history.error_lines)
                 self._count_errors(stream, self._history.error_lines)
                 self._history.error_lines.clear()
 
@@ -295,6 +306,7 @@ class Follower:
         for stream in self._streams.values():
             stream.quiet += 1
             stream.silent += 1
+            stream.aside += 1
             if not stream.open:
                 continue
             if stream.quiet >= _SETTLE_TICKS:
@@ -311,6 +323,8 @@ class Follower:
         ):
             self._history.settle()
             self._update(settled=True)
+        if self._silent_ticks == _SURVIVED_TICKS:
+            self._near_misses(quiet=True)
         self._advance()
 
     def finish(self) -> None:
@@ -319,14 +333,19 @@ class Follower:
             self._flush(stream)
         self._history.finish()
         self._update(settled=True)
+        self._near_misses(quiet=True)
 
     def _advance(self) -> None:
         """Move the checkpoint to a moment two seconds ago, if nothing was open then or since."""
         self._ticks_since_candidate += 1
         forced = self._bytes_since > _REPLAY_BYTES
-        if not forced and (not self._history.done or any(s.open for s in self._streams.values())):
+        undecided = any(s.open or s.aside < _ASIDE_TICKS for s in self._streams.values())
+        if not forced and (undecided or not self._history.done):
             self._candidate = None
             return
+        if forced:
+            self._candidate = self._moment()
+            self._ticks_since_candidate = _CHECKPOINT_TICKS
         if not self.changed and self._candidate is None:
             return
         if self._candidate is not None and self._ticks_since_candidate < _CHECKPOINT_TICKS:
@@ -343,12 +362,15 @@ class Follower:
                 if len(self._saved) > _KEPT_STREAMS:
                     del self._saved[next(iter(self._saved))]
         self._candidate = None
-        if self.changed or forced:
-            streams = {name: stream.state() for name, stream in self._streams.items()}
-            self._candidate = Checkpoint(streams, self._history.snapshot())
-            self._bytes_since = 0
-            self.changed = False
+        if self.changed and not forced:
+            self._candidate = self._moment()
+        self._bytes_since = 0
+        self.changed = False
         self._ticks_since_candidate = 0
+
+    def _moment(self) -> Checkpoint:
+        streams = {name: stream.state() for name, stream in self._streams.items()}
+        return Checkpoint(streams, self._history.snapshot())
 
     # --- results --------------------------------------------------------------------------------
 
@@ -359,12 +381,16 @@ class Follower:
         history = self._history
         for incident in history.settled():
             self._incident(incident)
-        for warning in history.survived_warnings():
-            record = warning.record
-            if self._once("near_miss", record.time, record.process, record.pid, record.numbers[0]):
-                self.status.counts.near_misses += 1
+        self._near_misses()
         self._refresh_lives()
         history.forget()
+
+    def _near_misses(self, quiet: bool = False) -> None:
+        """Count the warnings that no failure can claim any more; after a silence those are all."""
+        for warning in self._history.survived_warnings(quiet):
+            record = warning.record
+            if self._once(_NEAR_MISS, record.time, record.process, record.pid, record.numbers[0]):
+                self.status.counts.near_misses += 1
 
     def _incident(self, incident: Incident) -> None:
         counts = self.status.counts
@@ -391,8 +417,9 @@ class Follower:
             shown["metrics_before"] = metrics
         self.dirty[identity] = shown
         self.urgent = True
-        others = [one for one in self.status.incidents if one["id"] != identity]
-        self.status.incidents = [shown, *others][:_SHOWN_INCIDENTS]
+        if len(self.dirty) > _UNSAVED:
+            del self.dirty[next(iter(self.dirty))]
+        self._show_incident(identity, shown)
         when = incident.time.timestamp() if incident.time else self._now().timestamp()
         facts = incident.facts
         before = self.status.last.get(known.class_id)
@@ -409,6 +436,16 @@ class Follower:
             budget = incident.advice.numbers.get("recommended_max_num_batched_tokens")
             if budget is not None:
                 self.status.recommended_budget = budget
+
+    def _show_incident(self, identity: str, shown: dict[str, object]) -> None:
+        """Newest first; one that is completed stays where it is."""
+        incidents = self.status.incidents
+        for at, one in enumerate(incidents):
+            if one["id"] == identity:
+                incidents[at] = shown
+                return
+        incidents.insert(0, shown)
+        del incidents[_SHOWN_INCIDENTS:]
 
     def _same(self, incident: Incident) -> tuple[str, Known | None]:
         """Identity of the incident, and what was counted of it already.
@@ -455,15 +492,19 @@ class Follower:
         engines.append(shown)
         del engines[:-_SHOWN_LIVES]
 
-    def _once(self, *parts: object) -> bool:
+    def _once(self, kind: str, *parts: object) -> bool:
         """Whether this is seen for the first time, also by a former process."""
-        key = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:12]
+        key = kind + ":" + hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:12]
         if key in self.events:
             return False
         when = self._now().timestamp()
         self.events[key] = self.new_events[key] = when
         if len(self.events) > _KNOWN:
-            del self.events[next(iter(self.events))]
+            # there may be any number of near misses in one life, and its start must not be forgotten
+            near = (one for one in self.events if one.startswith(_NEAR_MISS))
+            del self.events[next(near, next(iter(self.events)))]
+        if len(self.new_events) > _KNOWN:
+            del self.new_events[next(iter(self.new_events))]
         self.urgent = True
         return True
 

@@ -141,7 +141,12 @@ class Store:
         while aside.exists():
             number += 1
             aside = self.path.with_name(f"{FILE}.{stamp}.{number}.aside")
-        for suffix in ("-wal", "-shm", ""):  # the file last: SQLite deletes what it finds beside none
+        for suffix in (
+            "-journal",
+            "-wal",
+            "-shm",
+            "",
+        ):  # the file last: SQLite deletes what it finds beside none
             part = self.path.with_name(FILE + suffix)
             if part.exists():
                 part.rename(aside.with_name(aside.name + suffix))
@@ -340,7 +345,8 @@ def _transient(error: sqlite3.Error) -> bool:
 def _unfit(path: Path) -> str | None:
     """Why the file can't be used, or None."""
     try:
-        with closing(sqlite3.connect(path, timeout=1)) as db:
+        # for reading only: to close it otherwise would write to what is not ours, or broken
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=1)) as db:
             version = db.execute("PRAGMA user_version").fetchone()[0]
             owner = db.execute("PRAGMA application_id").fetchone()[0]
             tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
@@ -385,12 +391,18 @@ def _plain(counts: Counts) -> dict[str, object]:
 
 def _counts(raw: Mapping[str, Any]) -> Counts:
     counts = Counts(
-        error_lines=raw["error_lines"], near_misses=raw["near_misses"], engine_starts=raw["engine_starts"]
+        error_lines=_number(raw["error_lines"]),
+        near_misses=_number(raw["near_misses"]),
+        engine_starts=_number(raw["engine_starts"]),
     )
-    counts.incidents.update({(a, b): value for a, b, value in raw["incidents"]})
-    counts.lines.update({(a, b): value for a, b, value in raw["lines"]})
-    counts.fatal.update(raw["fatal"])
-    counts.fingerprints.update(raw["fingerprints"])
-    counts.read_bytes.update(raw["read_bytes"])
-    counts.truncated.update(raw["truncated"])
+    counts.incidents.update({(a, b): _number(value) for a, b, value in raw["incidents"]})
+    counts.lines.update({(a, b): _number(value) for a, b, value in raw["lines"]})
+    for name in ("fatal", "fingerprints", "read_bytes", "truncated"):
+        getattr(counts, name).update({one: _number(value) for one, value in raw[name].items()})
     return counts
+
+
+def _number(value: object) -> int:
+    if not isinstance(value, int):
+        raise TypeError(f"not a number: {type(value).__name__}")
+    return value

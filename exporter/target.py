@@ -60,6 +60,8 @@ class Target:
         self._was_up = False
         self._life: object = None
         self._gone_since: float | None = None
+        self._failures = 0
+        self._failed_at = 0.0
         self.ended = asyncio.Event()
         """Every source came to its end: only of standard input."""
         status.sources = [source.stats for source in sources]
@@ -92,6 +94,9 @@ class Target:
         status.scrape_up, status.scrape_seconds = scraper.up, scraper.seconds
         if self.follower.fed != self._fed:
             self._fed, self._last_fed = self.follower.fed, now
+        if self.follower.failures != self._failures:
+            self._failures, self._failed_at = self.follower.failures, now
+        progress = scraper.last_progress
         if status.life is not self._life:
             self._life, self._was_up, self._gone_since = status.life, bool(scraper.up), None
         if scraper.up:
@@ -104,9 +109,10 @@ class Target:
                 up=scraper.up,
                 healthy=scraper.health == 200,
                 gone=None if self._gone_since is None else now - self._gone_since,
-                unresolved=self.follower.unresolved,
+                # a token after the failure: whatever it was, the engine went on
+                unresolved=self.follower.unresolved and (progress is None or progress <= self._failed_at),
                 line=None if self._last_fed is None else now - self._last_fed,
-                token=None if scraper.last_progress is None else now - scraper.last_progress,
+                token=None if progress is None else now - progress,
             )
         )
 

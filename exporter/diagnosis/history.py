@@ -105,9 +105,9 @@ class History:
         """The settled incidents that are not forgotten yet, oldest first."""
         return [self._incident(case) for case in self._incidents.cases if case.settled]
 
-    def survived_warnings(self) -> list[NearMiss]:
-        """Near misses that no failure can claim any more."""
-        return self._incidents.survived_warnings(self._now)
+    def survived_warnings(self, quiet: bool = False) -> list[NearMiss]:
+        """Near misses that no failure can claim any more; ``quiet``: nothing came for five seconds."""
+        return self._incidents.survived_warnings(None if quiet else self._now)
 
     @property
     def open(self) -> bool:
