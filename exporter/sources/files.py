@@ -27,6 +27,7 @@ import json
 import os
 import re
 import stat
+import sys
 import threading
 import time
 from collections import deque
@@ -78,13 +79,14 @@ class Waker(Protocol):
 class DirectoryWaker:
     """Wakes when something changes in one of the directories that ``directories`` names.
 
-    Directories are watched, not files: a watch on a file ends with the file. The kernel's queue
-    is looked at every 4 ms while a log is busy, and every 20 ms after 10 s without a change,
-    because each look costs a thread switch. Where watching fails (no inotify instances left,
-    a directory that went away) ``wait`` comes back every 0.25 s instead.
+    Directories are watched, not files: a watch on a file ends with the file. watchfiles does not
+    block until something happens but looks in steps, and tells of a change one step after it saw
+    it. Each look costs a thread switch, so the step is 3 ms while a log is busy and 20 ms after
+    10 s without a change. Where watching fails (no inotify instances left, a directory that went
+    away) ``wait`` comes back every 0.25 s instead.
     """
 
-    BUSY_MS, IDLE_MS, IDLE_SECONDS = 4, 20, 10.0
+    BUSY_MS, IDLE_MS, IDLE_SECONDS = 3, 20, 10.0
     BLIND_SECONDS, RETRY_SECONDS = 0.25, 5.0
 
     def __init__(self, directories: Callable[[], Iterable[str]]) -> None:
@@ -102,7 +104,10 @@ class DirectoryWaker:
             self.close()
             self._watched, self._stop, self._blind = wanted, threading.Event(), False
             self._retry_at = time.monotonic() + self.RETRY_SECONDS
-            arguments = (sorted(wanted), self._stop, asyncio.get_running_loop())
+            allowed = sorted(
+                path for path in wanted if os.access(path, os.R_OK) or not os.access(path, os.F_OK)
+            )
+            arguments = (allowed, self._stop, asyncio.get_running_loop())
             threading.Thread(target=self._watch, args=arguments, name="log-watch", daemon=True).start()
         with suppress(TimeoutError):
             async with asyncio.timeout(min(timeout, self.BLIND_SECONDS) if self._blind else timeout):
@@ -118,8 +123,9 @@ class DirectoryWaker:
 
         with suppress(RuntimeError):  # the loop is closed: nobody is left to wake
             try:
+                # Ignoring denied permissions would also ignore directories that are missing.
                 notify = RustNotify(
-                    directories, False, False, 300, recursive=False, ignore_permission_denied=True
+                    directories, False, False, 300, recursive=False, ignore_permission_denied=False
                 )
                 changed = time.monotonic()
                 loop.call_soon_threadsafe(self._event.set)  # what happened before the watch began
@@ -240,6 +246,7 @@ class _Generation:
     ended: bool = False
     after: _Generation | None = None
     barrier: int = 0
+    born: int = 0  # when the one before it was written last, in ns; 0 if none is known
 
     @property
     def more(self) -> bool:
@@ -260,6 +267,12 @@ class _Generation:
     def follow(self, first: _Generation) -> None:
         """Wait until ``first`` was read to where it ends now."""
         self.after, self.barrier = first, first.size
+
+    def modified_now(self) -> int:
+        """When the file was last written, in ns."""
+        with suppress(OSError):
+            return os.fstat(self.fd).st_mtime_ns
+        return self.modified
 
     def mark(self) -> Mark:
         """Where reading goes on."""
@@ -336,6 +349,12 @@ class _Generation:
         self.behind = self.last = os.pread(self.fd, mark.last_length, mark.offset - mark.last_length)
         self.modified, self.complete = mark.modified, -1
         self._hold(b"", mark.offset)
+
+    def rewind(self) -> None:
+        """Forget what was read, as long as nothing was given out."""
+        self.offset = self.scanned = self.start = 0
+        self.head = self.behind = self.last = self.held = b""
+        self.complete = -1
 
     def close(self) -> None:
         """Close the file; what is known of it stays."""
@@ -501,7 +520,7 @@ class FileSource:
         self._open: dict[Key, _Generation] = {}
         self._at: dict[str, _Generation] = {}  # the newest generation of every path
         self._past: dict[int, dict[str, Mark]] = {}  # by inode and stream: files that are not open
-        self._left: dict[str, list[Mark]] = {}  # by path: unfinished when the exporter stopped
+        self._left: dict[str, list[Mark]] = {}  # by path: what was known when the exporter stopped
         self._judged: dict[Key, tuple[int, int]] = {}  # size and time of files with nothing for us
         self._names: dict[str, None] = {}  # every stream, so that no two share a name
         self._failing: dict[str, str] = {}
@@ -557,7 +576,9 @@ class FileSource:
             self._failing.pop(generation.path, None)
         if generation.scanned != scanned or data:
             generation.changed_at = self._now
-        if data:
+        if data and not generation.stream and generation.born and self._link(None, generation):
+            generation.rewind()  # truncated more than once since the last look: that comes first
+        elif data:
             self._say(generation, data)
         if not generation.more and self._is_done(generation):
             self._end(generation)
@@ -620,13 +641,23 @@ class FileSource:
         if self._at.get(old.path) is old:
             self._at[old.path] = new
         old.fd = -1
-        copy = self._find_copy(old.mark()) if old.offset > old.start else None
-        if copy is None:
+        copy = self._find_copy(old.mark())
+        new.born = old.born if copy is None else copy.modified_now()
+        linked = self._link(copy, new)
+        if copy is None and (old.stream or not linked):
             self._end(old)
-        else:  # the rest of what was truncated lies in the copy; it is the same stream
-            chain = [copy, *self._between(old.path, copy, new), new]
-            for first, second in itertools.pairwise(chain):
-                second.follow(first)
+
+    def _link(self, copy: _Generation | None, new: _Generation) -> bool:
+        """Let copies of truncated generations be read before ``new``; false if there are none."""
+        chain = [] if copy is None else [copy]
+        for one in self._between(new.path, new.born, new) if new.born else ():
+            one.copied = True
+            self.stats.rotations["truncate"] += 1
+            new.born = max(new.born, one.modified)
+            chain.append(one)
+        for first, second in itertools.pairwise([*chain, new]):
+            second.follow(first)
+        return bool(chain)
 
     # --- which file follows which
 
@@ -636,8 +667,7 @@ class FileSource:
             mark = Mark.parse(stream, token)
             if mark is not None:
                 self._keep(mark)
-                if not mark.ended:
-                    self._left.setdefault(mark.path, []).append(mark)
+                self._left.setdefault(mark.path, []).append(mark)
 
     def _keep(self, mark: Mark) -> None:
         if mark.gone:
@@ -664,21 +694,18 @@ class FileSource:
             self._next_check = self._now + CHECK_SECONDS
         if not due:
             return
-        began, self._scanned_at = time.monotonic(), time.time_ns()
+        began, self._scanned_at = self._now, time.time_ns()
         # A tree may be large or on a slow file system; a single path is not worth a thread.
         found = _expand(self._pattern) if plain else await asyncio.to_thread(_expand, self._pattern)
         self._now = self._clock()
-        took = time.monotonic() - began
-        self._next_scan, self._not_before = self._now + max(SCAN_SECONDS, 10 * took), self._now + 10 * took
+        self._next_scan = self._now + SCAN_SECONDS
+        self._not_before = self._now + 10 * (self._now - began)  # a large tree is not walked for every hint
         self._directories = found.directories
         self._settle(found)
 
     def _directories_changed(self) -> bool:
         for path, known in self._directories.items():
-            try:
-                modified = os.stat(path).st_mtime_ns
-            except OSError:
-                return True
+            modified = _modified(path)
             if modified != known or modified > self._scanned_at - _RACY:
                 return True
         return False
@@ -691,9 +718,10 @@ class FileSource:
             self._fail(path, error)
         self._crowded = False
         families: dict[str, _Generation] = {}
-        # Files that are known claim their place first, then older before newer: so history is in order.
+        # A known path finds what was renamed or copied from it, so it comes before its siblings, whose
+        # names are longer. What is new comes older before younger, so that history is in order.
         order = sorted(found.files.items(), key=lambda f: (f[1].st_mtime_ns, f[0]))[-_FILES:]
-        order.sort(key=lambda f: f[1].st_ino not in self._past)
+        order.sort(key=lambda f: len(f[0]) if f[0] in self._at or f[0] in self._left else sys.maxsize)
         for path, status in order:
             new = self._visit(path, status)
             if new is not None:
@@ -766,7 +794,8 @@ class FileSource:
             # Written to after it was done: a stream that has ended stays so, this is another.
             new.go_to(replace(mark, stream="") if mark.ended else mark)
             if os.path.dirname(mark.path) == os.path.dirname(path):
-                new.path = mark.path  # renamed meanwhile; whatever is there now comes after it
+                # renamed meanwhile; whatever is there now comes after it
+                new.path, new.real = mark.path, mark.real
             return True
         return not self._is_copy(path, new)
 
@@ -798,12 +827,7 @@ class FileSource:
                 return new.key in self._open
             except OSError:
                 continue
-            near = max(new.size - _LAST, 0)
-            if (
-                one.size >= new.size
-                and os.pread(one.fd, min(_HEAD, new.size), 0) == os.pread(new.fd, _HEAD, 0)
-                and os.pread(one.fd, new.size - near, near) == os.pread(new.fd, new.size - near, near)
-            ):
+            if _begins_with(one, new):
                 self._judge(new)
                 return True
         return False
@@ -821,99 +845,122 @@ class FileSource:
         if before is not None and before.key == new.key and before.stream == new.stream:
             return  # it could not be read for a while, or had to make room
         busy = {one.stream for one in self._open.values()}
-        marks = [mark for mark in self._left.pop(path, []) if mark.stream not in busy]
+        left = self._left.pop(path, [])
+        marks = [mark for mark in left if not mark.ended and mark.stream not in busy]
         if before is not None and before.fd < 0 and not before.ended and before.stream:
             marks.append(before.mark())
         chain = [one for mark in sorted(marks, key=lambda m: m.modified) if (one := self._find(mark))]
         if before is not None and before.fd >= 0:
             before.changed_at = self._now
             chain.append(before)
-        if not new.stream and (marks or before is not None):  # else it was counted when it was new
-            self.stats.rotations[_kind(before, new, chain, marks)] += 1
-        if chain:
-            chain += self._between(path, chain[-1], new)
+        if not new.stream:  # else all this was done when it was new
+            kind = _kind(before, new, chain, marks)
+            if marks or before is not None:
+                self.stats.rotations[kind] += 1
+            since = chain[-1].modified_now() if chain else max((mark.modified for mark in left), default=0)
+            missed = self._between(path, since, new) if since else []
+            self.stats.rotations[kind] += len(missed)
+            chain += missed
+            for one in missed:
+                one.copied = kind == "truncate"
+            new.born = max([since, *(one.modified for one in missed)])
         for first, second in itertools.pairwise([*chain, new]):
             second.follow(first)
 
     def _find(self, mark: Mark) -> _Generation | None:
         """The file of ``mark`` under another name in the same directory, opened; or its copy."""
-        for entry in self._siblings(mark):
-            if entry.inode() == mark.inode and (one := self._reopen(entry.path, mark)):
-                return one
-        return self._find_copy(mark)
+        moved = self._open_siblings(mark, lambda entry: entry.inode() == mark.inode)
+        return self._choose(moved, mark) or self._find_copy(mark)
 
     def _find_copy(self, mark: Mark) -> _Generation | None:
         """A file that holds what was truncated, opened. Only what was written since can be it."""
         if mark.offset == mark.start:
             return None
-        for entry in self._siblings(mark):
-            if _is_sibling(entry.path, mark.real) and entry.inode() != mark.inode:
-                try:
-                    status = entry.stat()
-                except OSError:
-                    continue
-                if status.st_mtime_ns >= mark.modified and (one := self._reopen(entry.path, mark)):
-                    one.copied = True
-                    return one
-        return None
+        copies = self._open_siblings(
+            mark, lambda entry: _is_sibling(entry.path, mark.real) and entry.inode() != mark.inode
+        )
+        copy = self._choose(copies, mark)
+        if copy is not None:
+            copy.copied = True
+        return copy
 
-    def _siblings(self, mark: Mark) -> list[os.DirEntry[str]]:
-        found = _Found()
-        directories = {os.path.dirname(mark.real), os.path.dirname(os.path.realpath(mark.path))}
-        return [e for d in sorted(directories) for e in found.list(d) if not e.name.endswith(_PACKED)]
-
-    def _reopen(self, path: str, mark: Mark | None) -> _Generation | None:
-        """Open ``path`` if it fits ``mark`` (anything does, if None) and is not open yet."""
-        try:
-            one = _open(path)
-        except OSError:
-            return None
-        if one is None:
-            return None
-        try:
-            if one.key not in self._open and (mark is None or mark.fits(one.fd, one.size)):
-                if mark is not None:
+    def _choose(self, opened: list[_Generation], mark: Mark) -> _Generation | None:
+        """The one that holds what was read up to ``mark``, set to go on there; the others are closed."""
+        chosen = None
+        for one in opened:
+            with suppress(OSError):
+                same = one.key[1] == mark.inode or one.modified >= mark.modified
+                if chosen is None and same and mark.fits(one.fd, one.size):
                     one.go_to(mark)
-                    one.path, one.real = mark.path, mark.real
-                one.changed_at = self._now
-                self._open[one.key] = one
-                return one
-        except OSError:
-            pass
-        one.close()
-        return None
-
-    def _between(self, path: str, first: _Generation, last: _Generation) -> list[_Generation]:
-        """Files that came and went at ``path`` while nobody looked, opened, oldest first."""
-        found: list[tuple[int, str]] = []
-        with suppress(OSError):
-            since = os.fstat(first.fd).st_mtime_ns
-            name = os.path.basename(last.real)
-            for entry in self._siblings(first.mark()):
-                if entry.name.startswith(name) and _ROTATED.fullmatch(entry.name[len(name) :]):
-                    status = entry.stat()
-                    if status.st_mtime_ns >= since and status.st_size:
-                        found.append((status.st_mtime_ns, entry.path))
-        chain = []
-        for _, one_path in sorted(found):
-            if len(self._open) >= self._max_files and not self._make_room():
-                break
-            one = self._reopen(one_path, None)
-            if one is None:
-                continue
-            del self._open[one.key]
-            try:
-                seen = self._mark_of(one) is not None or self._is_copy(one_path, one)
-            except OSError:
-                seen = True
-            if seen or one.key in self._open:
+                    one.path, one.real, one.changed_at = mark.path, mark.real, self._now
+                    self._open[one.key] = chosen = one
+            if one is not chosen:
                 one.close()
-                continue
-            self._open[one.key] = one
-            one.path, one.real, one.copied = path, one_path, first.copied
-            self.stats.rotations["truncate" if first.copied else "rename"] += 1
-            chain.append(one)
+        return chosen
+
+    def _between(self, path: str, since: int, new: _Generation) -> list[_Generation]:
+        """Files that came and went at ``path`` before ``new`` while nobody looked, opened, oldest first.
+
+        ``since`` is the modification time of the last one that is known, in ns.
+        """
+        name = os.path.basename(new.real)
+        near = replace(new.mark(), path=path)
+        opened = self._open_siblings(
+            near, lambda e: e.name.startswith(name) and bool(_ROTATED.fullmatch(e.name[len(name) :]))
+        )
+        # Once new has been rotated away itself, what is younger than new comes after it.
+        until = None
+        if _key_at(path) != new.key:
+            with suppress(OSError):
+                until = os.fstat(new.fd).st_mtime_ns
+        chain = []
+        for one in sorted(opened, key=lambda one: one.modified):
+            wanted = since <= one.modified and one.size > 0 and (until is None or one.modified <= until)
+            try:
+                wanted = wanted and self._mark_of(one) is None and not _begins_with(new, one)
+            except OSError:
+                wanted = False
+            if wanted and (len(self._open) < self._max_files or self._make_room()):
+                chain.append(one)
+                self._open[one.key] = one
+                one.path, one.changed_at = path, self._now
+            else:
+                one.close()
         return chain
+
+    def _open_siblings(self, mark: Mark, wanted: Callable[[os.DirEntry[str]], bool]) -> list[_Generation]:
+        """Files in the directory of ``mark`` that are wanted and not open yet.
+
+        A rotation may rename them between being listed and being opened: then it is done again.
+        """
+        directories = {os.path.dirname(mark.real), os.path.dirname(os.path.realpath(mark.path))}
+        for _ in range(5):
+            found = _Found()
+            opened: dict[Key, _Generation] = {}
+            raced = False
+            for directory in sorted(directories):
+                for entry in found.list(directory):
+                    if entry.name.endswith(_PACKED) or not wanted(entry):
+                        continue
+                    try:
+                        one = _open(entry.path)
+                    except OSError as error:
+                        raced = raced or error.errno == errno.ENOENT
+                        continue
+                    if one is None:
+                        continue
+                    other = not entry.is_symlink() and one.key[1] != entry.inode()
+                    raced = raced or other
+                    if other or one.key in self._open or one.key in opened:
+                        one.close()
+                    else:
+                        opened[one.key] = one
+            if not raced and all(_modified(d) == at for d, at in found.directories.items()):
+                break
+            for one in opened.values():
+                one.close()
+            opened.clear()
+        return list(opened.values())
 
     def _make_room(self) -> bool:
         """Close the file that has been quiet longest, one that was rotated away before others."""
@@ -961,8 +1008,16 @@ def _open(path: str) -> _Generation | None:
         os.close(fd)
         return None
     one = _Generation(fd, path, os.path.realpath(path), (status.st_dev, status.st_ino))
-    one.size, one.links = status.st_size, status.st_nlink
+    one.size, one.links, one.modified = status.st_size, status.st_nlink, status.st_mtime_ns
     return one
+
+
+def _modified(path: str) -> int:
+    """Modification time in ns, -1 if there is nothing."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return -1
 
 
 def _key_at(path: str) -> Key | None:
@@ -983,13 +1038,23 @@ def _kind(before: _Generation | None, new: _Generation, found: list[_Generation]
         return "reopen" if links == 0 or stays else "rename"
     if any(mark.inode == new.key[1] for mark in marks) or (before is not None and before.key == new.key):
         return "truncate"
-    return "rename" if found else "reopen"
+    if found:
+        return "truncate" if found[-1].copied else "rename"
+    return "reopen"
 
 
 def _family(path: str) -> str:
     """What generations of one log share: ``0.log.20241010-132438``, ``0.log`` and ``1.log`` are one."""
     directory, name = os.path.split(path)
     return os.path.join(directory, re.sub(r"\d+", "0", name.partition(".log")[0]))
+
+
+def _begins_with(one: _Generation, copy: _Generation) -> bool:
+    """Whether ``copy`` holds what ``one`` begins with. Raises ``OSError``."""
+    head, near = min(_HEAD, copy.size), max(copy.size - _LAST, 0)
+    return os.pread(one.fd, head, 0) == os.pread(copy.fd, head, 0) and (
+        os.pread(one.fd, copy.size - near, near) == os.pread(copy.fd, copy.size - near, near)
+    )
 
 
 def _is_sibling(path: str, base: str) -> bool:
