@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import islice
 from typing import Any
@@ -45,7 +45,7 @@ _KNOWN = 10_000
 _UNSAVED = 1000  # documents kept while the state can't be written
 _NEAR_MISS = "near_miss"
 _RECENT = 100
-_KEPT_STREAMS = 1000
+_KEPT_STREAMS = 4000  # of files that are done: without its token one that still matches is read again
 # Access lines, of our own scrapes too, and "Engine 000: Avg prompt throughput: …" go on in a hang.
 _HEARTBEATS = frozenset({"uvicorn", "loggers.py", "metrics.py"})
 _SHOWN_INCIDENTS = 200
@@ -358,7 +358,7 @@ class Follower:
                     stream.errors = {n for n in stream.errors if n > state.lines}
             for name in [n for n, s in self._streams.items() if s.ended and n in self._candidate.streams]:
                 del self._streams[name]
-                self._ended[name] = self._saved[name] = self._candidate.streams[name]
+                self._ended[name] = self._saved[name] = replace(self._candidate.streams[name], parser=None)
                 if len(self._saved) > _KEPT_STREAMS:
                     del self._saved[next(iter(self._saved))]
         self._candidate = None

@@ -28,7 +28,7 @@ MIGRATIONS: Mapping[int, str] = {}
 FILE = "state.sqlite3"
 KEPT_INCIDENTS = 10_000
 KEPT_SECONDS = 400 * 86_400
-_KEPT_STREAMS = 1000
+_KEPT_STREAMS = 4000
 _APPLICATION_ID = 0x564C4F4D  # "VLOM": tells our files from others
 
 _TABLES = """

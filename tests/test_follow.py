@@ -789,8 +789,9 @@ class TestBounds:
         assert feed.one.checkpoint is not None
         assert feed.position - int(feed.one.checkpoint.streams["s"].token) < 30_000
 
-    def test_files(self) -> None:
-        """Files that come and go leave the newest thousand positions behind."""
+    def test_files(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Files that come and go leave a bounded number of positions behind, the newest."""
+        monkeypatch.setattr(follow, "_KEPT_STREAMS", 1000)
         feed = Feed()
         for number in range(1200):
             feed.one.take(SOURCE, Chunk(f"s{number}", b"a\n", "2", ended=True), 0.0)

@@ -6,40 +6,45 @@ known by device, inode and its first bytes. Its name is only where it was found.
 
 Nothing that is reported by the kernel or the file system is trusted alone. A wake-up is a hint
 that shortens the wait for the next look; the size of a file may have regrown past the old
-position, so what stands in front of the position is read again with every block and must be
-what it was. ``_Generation`` reads one file, ``_expand`` matches paths, ``DirectoryWaker`` waits,
-and ``FileSource`` decides which file follows which.
+position. ``generation.py`` reads one file, ``matching.py`` finds them, ``waker.py`` waits, and
+``FileSource`` decides which file follows which.
 
 Files are opened for reading only, never locked, and kept open until they are done.
 """
 
 # Paths are compared as text and looked at by the thousand, so they stay strings here.
-# ruff: noqa: PTH100, PTH112, PTH114, PTH115, PTH116, PTH118, PTH119, PTH120
+# ruff: noqa: PTH100, PTH114, PTH116, PTH118, PTH119, PTH120
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import fnmatch
-import glob
 import itertools
-import json
 import os
 import re
-import stat
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from hashlib import blake2b
-from typing import Protocol
 
-from .framing import MAX_LINE
-from .scan import BLOCK
+from .generation import (
+    HEAD,
+    LAST,
+    Generation,
+    Key,
+    Mark,
+    ReplacedError,
+    begins_with,
+    digest,
+    key_at,
+    open_generation,
+)
+from .matching import MAX_FOUND, PACKED, Found, expand, is_plain
 from .stream import Chunk, SourceStats
+from .waker import DirectoryWaker, Waker
 
 MAX_FILES = 512
 """Files open at a time; beyond it the one that has been quiet longest makes room."""
@@ -49,450 +54,11 @@ SCAN_SECONDS = 2.0
 DRAIN_SECONDS = 5.0
 """How long a file that was rotated away must be quiet, once the next one has data, to be done."""
 
-_HEAD = 1024  # bytes at the beginning that a generation is recognised by
-_LAST = 256  # bytes before a position that must still be there
-_HELD = 16 << 10  # a longer unfinished line is read again when its end comes, not kept
-_FILES = 4096  # files one look takes into account, the newest
-_MARKS = 2 * _FILES  # positions of files that are not open, kept so that none is read twice
-_ENTRIES = 20_000  # directory entries one look may visit
-_DEPTH = 64  # directories that ** may go down
+_MARKS = 2 * MAX_FOUND  # positions of files that are not open, kept so that none is read twice
 _RACY = 20_000_000  # ns; a directory may change again within one tick of its time stamp
 
-_PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 # app.log.1  app.log-20260730  0.log.20241010-132438  app.log.old
 _ROTATED = re.compile(r"[._-](?:\d[\dT:._+-]*Z?|old|prev|bak)")
-
-Key = tuple[int, int]  # device, inode
-
-
-# --- waiting ------------------------------------------------------------------------------
-
-
-class Waker(Protocol):
-    """Something that may know earlier than a timer that there is something to look at."""
-
-    async def wait(self, timeout: float) -> None:
-        """Return when a look is worth while, and at the latest after ``timeout`` seconds."""
-        ...
-
-
-class DirectoryWaker:
-    """Wakes when something changes in one of the directories that ``directories`` names.
-
-    Directories are watched, not files: a watch on a file ends with the file. watchfiles does not
-    block until something happens but looks in steps, and tells of a change one step after it saw
-    it. Each look costs a thread switch, so the step is 3 ms while a log is busy and 20 ms after
-    10 s without a change. Where watching fails (no inotify instances left, a directory that went
-    away) ``wait`` comes back every 0.25 s instead.
-    """
-
-    BUSY_MS, IDLE_MS, IDLE_SECONDS = 3, 20, 10.0
-    BLIND_SECONDS, RETRY_SECONDS = 0.25, 5.0
-
-    def __init__(self, directories: Callable[[], Iterable[str]]) -> None:
-        self._directories = directories
-        self._watched: frozenset[str] = frozenset()
-        self._blind = True
-        self._retry_at = 0.0
-        self._event = asyncio.Event()
-        self._stop = threading.Event()
-
-    async def wait(self, timeout: float) -> None:
-        """Return on a change, and at the latest after ``timeout`` seconds."""
-        wanted = frozenset(self._directories())
-        if wanted != self._watched or (self._blind and time.monotonic() >= self._retry_at):
-            self.close()
-            self._watched, self._stop, self._blind = wanted, threading.Event(), False
-            self._retry_at = time.monotonic() + self.RETRY_SECONDS
-            allowed = sorted(
-                path for path in wanted if os.access(path, os.R_OK) or not os.access(path, os.F_OK)
-            )
-            arguments = (allowed, self._stop, asyncio.get_running_loop())
-            threading.Thread(target=self._watch, args=arguments, name="log-watch", daemon=True).start()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(min(timeout, self.BLIND_SECONDS) if self._blind else timeout):
-                await self._event.wait()
-        self._event.clear()
-
-    def close(self) -> None:
-        """Stop watching; the thread ends within 20 ms."""
-        self._stop.set()
-
-    def _watch(self, directories: list[str], stop: threading.Event, loop: asyncio.AbstractEventLoop) -> None:
-        from watchfiles._rust_notify import RustNotify  # the step can change from call to call only here
-
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to wake
-            try:
-                # Ignoring denied permissions would also ignore directories that are missing.
-                notify = RustNotify(
-                    directories, False, False, 300, recursive=False, ignore_permission_denied=False
-                )
-                changed = time.monotonic()
-                loop.call_soon_threadsafe(self._event.set)  # what happened before the watch began
-                while True:
-                    busy = time.monotonic() - changed < self.IDLE_SECONDS
-                    step = self.BUSY_MS if busy else self.IDLE_MS
-                    result = notify.watch(step, step, 1000, stop)
-                    if isinstance(result, set):
-                        changed = time.monotonic()
-                        loop.call_soon_threadsafe(self._event.set)
-                    elif result != "timeout":
-                        return
-            except (OSError, RuntimeError):
-                if not stop.is_set():
-                    loop.call_soon_threadsafe(self._lost_sight)
-
-    def _lost_sight(self) -> None:
-        self._blind = True
-        self._event.set()
-
-
-# --- recognising --------------------------------------------------------------------------
-
-
-def _digest(data: bytes) -> str:
-    return blake2b(data, digest_size=12).hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A position in one generation, with what is needed to recognise the generation again.
-
-    ``fingerprint`` is over ``fingerprint_length`` bytes from ``start`` on (not 0 only where the
-    file begins with a hole), ``last`` over the ``last_length`` bytes before ``offset``: logs that
-    begin with the same banner differ there. ``modified`` is the modification time, in ns, when
-    the file was last found to be that generation. ``ended``: everything was given out; ``gone``:
-    and the file was deleted, so that whatever has its inode now is another one.
-    """
-
-    stream: str
-    path: str
-    real: str
-    device: int
-    inode: int
-    offset: int
-    start: int
-    fingerprint_length: int
-    fingerprint: str
-    last_length: int
-    last: str
-    modified: int
-    ended: bool = False
-    gone: bool = False
-
-    def token(self) -> str:
-        """The mark as JSON; the stream is the key it is kept under."""
-        values = asdict(self)
-        del values["stream"]
-        return json.dumps(values, separators=(",", ":"))
-
-    @classmethod
-    def parse(cls, stream: str, token: str) -> Mark | None:
-        """The mark in ``token``, or None if it is none of a file."""
-        try:
-            mark = cls(stream=stream, **json.loads(token))
-        except (ValueError, TypeError):
-            return None
-        numbers = (mark.device, mark.inode, mark.offset, mark.start, mark.modified)
-        lengths = (mark.fingerprint_length, mark.last_length)
-        if not all(type(n) is int and n >= 0 for n in numbers + lengths):
-            return None
-        texts = (mark.path, mark.real, mark.fingerprint, mark.last)
-        if not all(type(t) is str for t in texts) or "\0" in mark.path + mark.real:
-            return None
-        sane = mark.fingerprint_length <= _HEAD and mark.last_length <= min(_LAST, mark.offset)
-        return mark if sane and type(mark.ended) is type(mark.gone) is bool else None
-
-    def fits(self, fd: int, size: int) -> bool:
-        """Whether the open file holds what was read up to this mark. Raises ``OSError``."""
-        if size < self.offset:
-            return False
-        head = os.pread(fd, self.fingerprint_length, self.start)
-        last = os.pread(fd, self.last_length, self.offset - self.last_length)
-        return _digest(head) == self.fingerprint and _digest(last) == self.last
-
-
-class _ReplacedError(Exception):
-    """The file no longer holds what was read from it."""
-
-
-@dataclass(slots=True, eq=False)
-class _Generation:
-    """One generation of a file, read block by block.
-
-    ``offset`` is behind the last byte given out, ``scanned`` behind the last byte looked at:
-    between them lies an unfinished line. It is kept in ``held`` while it is short.
-    """
-
-    fd: int
-    path: str
-    real: str
-    key: Key
-    stream: str = ""  # named when it first says something: an empty file has nothing to be known by
-    offset: int = 0
-    scanned: int = 0
-    start: int = 0
-    head: bytes = b""
-    behind: bytes = b""  # before offset
-    last: bytes = b""  # before scanned
-    held: bytes | None = b""
-    size: int = 0
-    links: int = 1
-    complete: int = -1  # modification time at which everything was read
-    modified: int = 0
-    stalled: bool = False
-    changed_at: float = 0.0  # when it last grew, or lost its path
-    copied: bool = False  # a copy takes the place of what was truncated; it will not grow
-    ended: bool = False
-    after: _Generation | None = None
-    barrier: int = 0
-    born: int = 0  # when the one before it was written last, in ns; 0 if none is known
-
-    @property
-    def more(self) -> bool:
-        """Whether there is something to read now."""
-        return self.fd >= 0 and self.scanned < self.size and not self.stalled
-
-    def waits(self) -> bool:
-        """Whether what came before it at this path is still to be read."""
-        first = self.after
-        if first is None:
-            return False
-        # A copy ends where it ends; a file that was renamed may still get lines, which can't be waited for.
-        read = first.scanned >= self.barrier and not first.copied
-        if first.fd < 0 or first.stalled or read:
-            self.after = None
-        return self.after is not None
-
-    def follow(self, first: _Generation) -> None:
-        """Wait until ``first`` was read to where it ends now."""
-        self.after, self.barrier = first, first.size
-
-    def modified_now(self) -> int:
-        """When the file was last written, in ns."""
-        with suppress(OSError):
-            return os.fstat(self.fd).st_mtime_ns
-        return self.modified
-
-    def mark(self) -> Mark:
-        """Where reading goes on."""
-        return Mark(
-            self.stream, self.path, self.real, *self.key, self.offset, self.start,
-            len(self.head), _digest(self.head), len(self.behind), _digest(self.behind),
-            self.modified, self.ended, self.ended and not self.links,
-        )  # fmt: skip
-
-    def look(self) -> bool:
-        """Take size and links; true if there may be something new. Raises ``_ReplacedError``, ``OSError``."""
-        status = os.fstat(self.fd)
-        self.size, self.links = status.st_size, status.st_nlink
-        if self.size == self.scanned and status.st_mtime_ns == self.complete:
-            return False
-        if self.size < self.scanned or os.pread(self.fd, len(self.head), self.start) != self.head:
-            raise _ReplacedError
-        if self.size == self.scanned:  # touched, or written again to the same length
-            if os.pread(self.fd, len(self.last), self.scanned - len(self.last)) != self.last:
-                raise _ReplacedError
-            self.complete = status.st_mtime_ns
-        self.modified = status.st_mtime_ns
-        return self.size > self.scanned
-
-    def read(self) -> bytes:
-        """The next whole lines, from at most one block. Raises ``_ReplacedError``, ``OSError``."""
-        self.stalled = False
-        if not self.look():
-            return b""
-        # One read takes what must still be there and what is new: nothing fits in between.
-        keep = len(self.last)
-        data = os.pread(self.fd, BLOCK, self.scanned - keep)
-        block = data[keep:]
-        if data[:keep] != self.last:
-            raise _ReplacedError
-        if not block:
-            self.stalled = True  # a size that is not true; ask again after the next wake-up
-            return b""
-        if block[0] == 0 and self.scanned == self.start:
-            self._skip_hole(block)
-            return b""
-        self.last = data[-_LAST:]
-        cut = block.rfind(b"\n") + 1
-        if cut:
-            return self._give(self.partial() + block[:cut], block[cut:])
-        if self.scanned + len(block) - self.offset <= MAX_LINE:
-            self._hold(None if self.held is None else self.held + block, self.scanned + len(block))
-            return b""
-        whole = self.partial() + block
-        return self._give(whole[:MAX_LINE], whole[MAX_LINE:])
-
-    def partial(self) -> bytes:
-        """The unfinished line. Raises ``_ReplacedError``, ``OSError``."""
-        if self.held is not None:
-            return self.held
-        data = os.pread(self.fd, self.scanned - self.offset, self.offset)
-        if len(data) != self.scanned - self.offset:
-            raise _ReplacedError
-        return data
-
-    def finish(self) -> bytes:
-        """Give up the file, and the unfinished line with it."""
-        try:
-            rest = self.partial()
-        except (_ReplacedError, OSError):
-            rest = b""
-        self.ended = True
-        return self._give(rest, b"")
-
-    def go_to(self, mark: Mark) -> None:
-        """Go on from ``mark``, which fits. Raises ``OSError``."""
-        self.stream, self.start, self.offset = mark.stream, mark.start, mark.offset
-        self.head = os.pread(self.fd, mark.fingerprint_length, mark.start)
-        self.behind = self.last = os.pread(self.fd, mark.last_length, mark.offset - mark.last_length)
-        self.modified, self.complete = mark.modified, -1
-        self._hold(b"", mark.offset)
-
-    def rewind(self) -> None:
-        """Forget what was read, as long as nothing was given out."""
-        self.offset = self.scanned = self.start = 0
-        self.head = self.behind = self.last = self.held = b""
-        self.complete = -1
-
-    def close(self) -> None:
-        """Close the file; what is known of it stays."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-    def _give(self, data: bytes, rest: bytes) -> bytes:
-        self.offset += len(data)
-        if len(self.head) < _HEAD:
-            self.head = (self.head + data[:_HEAD])[:_HEAD]
-        self.behind = (self.behind + data[-_LAST:])[-_LAST:]
-        self._hold(rest, self.offset + len(rest))
-        return data
-
-    def _hold(self, rest: bytes | None, scanned: int) -> None:
-        self.held = rest if rest is not None and len(rest) <= _HELD else None
-        self.scanned = scanned
-
-    def _skip_hole(self, block: bytes) -> None:
-        """A writer without O_APPEND goes on at its old position after a truncation; NULs lead there."""
-        zeros = len(block) - len(block.lstrip(b"\0"))
-        at = self.scanned + zeros
-        if zeros == len(block):
-            with suppress(OSError):  # not every file system knows its holes
-                at = max(at, os.lseek(self.fd, self.scanned, os.SEEK_DATA))
-        self.start = self.offset = self.scanned = at
-
-
-# --- matching -----------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Found:
-    """What a look at the file system found; ``directories`` with their modification times."""
-
-    files: dict[str, os.stat_result] = field(default_factory=dict)
-    directories: dict[str, int] = field(default_factory=dict)
-    errors: dict[str, OSError] = field(default_factory=dict)
-    entries: int = 0
-
-    def add_directory(self, path: str) -> None:
-        """Watch ``path``, or the nearest directory above it that exists."""
-        while path not in self.directories:
-            try:
-                self.directories[path] = os.stat(path).st_mtime_ns
-            except OSError:
-                path = os.path.dirname(path)
-            else:
-                return
-
-    def add_file(self, path: str) -> None:
-        """Take ``path`` if it leads to a regular file, and watch all directories on the way."""
-        self.add_directory(os.path.dirname(path))
-        try:
-            status = os.stat(path)
-        except FileNotFoundError:
-            status = None
-        except OSError as error:
-            self.errors[path] = error
-            return
-        step = path
-        for _ in range(8):  # /var/log/containers -> /var/log/pods -> /var/lib/docker
-            try:
-                step = os.path.join(os.path.dirname(step), os.readlink(step))
-            except OSError:
-                break
-            self.add_directory(os.path.dirname(os.path.normpath(step)))
-        if status is not None and stat.S_ISREG(status.st_mode):
-            self.files[path] = status
-
-    def list(self, path: str) -> Iterator[os.DirEntry[str]]:
-        """The entries of a directory, hidden ones too."""
-        self.add_directory(path)
-        try:
-            with os.scandir(path) as entries:
-                for entry in entries:
-                    self.entries += 1
-                    if self.entries > _ENTRIES:
-                        return
-                    yield entry
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OSError as error:
-            self.errors[path] = error
-
-
-def _expand(pattern: str) -> _Found:
-    """The files that match. ``**`` does not go through links, so it can't go in circles."""
-    found = _Found()
-    if _is_plain(pattern):
-        found.add_file(pattern)
-    else:
-        _walk("/", pattern.strip("/").split("/"), found, _DEPTH)
-    return found
-
-
-def _is_plain(pattern: str) -> bool:
-    return not glob.has_magic(pattern) or os.path.lexists(pattern)
-
-
-def _walk(directory: str, parts: list[str], found: _Found, depth: int) -> None:
-    part, rest = parts[0], parts[1:]
-    if part == "**":
-        rest = rest or ["*"]
-        _walk(directory, rest, found, depth)
-        if depth:
-            for entry in found.list(directory):
-                if not entry.name.startswith(".") and _is_directory(entry, links=False):
-                    _walk(entry.path, ["**", *rest], found, depth - 1)
-    elif glob.has_magic(part):
-        fits = re.compile(fnmatch.translate(part)).match
-        for entry in found.list(directory):
-            if not fits(entry.name) or (entry.name.startswith(".") and not part.startswith(".")):
-                continue
-            if not rest:
-                if not entry.name.endswith(_PACKED):
-                    found.add_file(entry.path)
-            elif _is_directory(entry, links=True):
-                _walk(entry.path, rest, found, depth)
-    elif rest:
-        path = os.path.join(directory, part)
-        if os.path.isdir(path):
-            _walk(path, rest, found, depth)
-        else:
-            found.add_directory(path)
-    else:
-        found.add_file(os.path.join(directory, part))
-
-
-def _is_directory(entry: os.DirEntry[str], *, links: bool) -> bool:
-    try:
-        return entry.is_dir(follow_symlinks=links)
-    except OSError:
-        return False
-
-
-# --- following ----------------------------------------------------------------------------
 
 
 class FileSource:
@@ -517,8 +83,8 @@ class FileSource:
         self._clock = clock
         self._max_files = max_files
         self._drain_seconds = drain_seconds
-        self._open: dict[Key, _Generation] = {}
-        self._at: dict[str, _Generation] = {}  # the newest generation of every path
+        self._open: dict[Key, Generation] = {}
+        self._at: dict[str, Generation] = {}  # the newest generation of every path
         self._past: dict[int, dict[str, Mark]] = {}  # by inode and stream: files that are not open
         self._left: dict[str, list[Mark]] = {}  # by path: what was known when the exporter stopped
         self._judged: dict[Key, tuple[int, int]] = {}  # size and time of files with nothing for us
@@ -558,14 +124,14 @@ class FileSource:
 
     # --- reading
 
-    def _step(self, generation: _Generation) -> None:
+    def _step(self, generation: Generation) -> None:
         """Read one block of one file, or find that it is done."""
         if generation.fd < 0 or generation.waits():
             return
         scanned = generation.scanned
         try:
             data = generation.read()
-        except _ReplacedError:
+        except ReplacedError:
             self._replaced(generation)
             return
         except OSError as error:
@@ -583,14 +149,14 @@ class FileSource:
         if not generation.more and self._is_done(generation):
             self._end(generation)
 
-    def _say(self, generation: _Generation, data: bytes) -> None:
+    def _say(self, generation: Generation, data: bytes) -> None:
         if not generation.stream:
-            generation.stream = self._name(generation.key, data[:_HEAD])
+            generation.stream = self._name(generation.key, data[:HEAD])
         self._ready.append(Chunk(generation.stream, data, generation.mark().token(), generation.ended))
 
     def _name(self, key: Key, head: bytes) -> str:
         """An identity that no other generation has, even one with the same inode and first bytes."""
-        base = f"{key[0]}:{key[1]}:{_digest(head)}"
+        base = f"{key[0]}:{key[1]}:{digest(head)}"
         for number in itertools.count():
             name = blake2b(f"{base}:{number}".encode(), digest_size=8).hexdigest()
             if name not in self._names:
@@ -603,7 +169,7 @@ class FileSource:
         while len(self._names) > 2 * _MARKS:
             del self._names[next(iter(self._names))]
 
-    def _is_done(self, generation: _Generation) -> bool:
+    def _is_done(self, generation: Generation) -> bool:
         """Whether nothing can come any more: the writer has moved on, or the file is gone.
 
         As long as the next file is empty the writer may still hold this one: logrotate creates
@@ -617,13 +183,13 @@ class FileSource:
             return False
         return self._now - generation.changed_at >= self._drain_seconds
 
-    def _end(self, generation: _Generation) -> None:
+    def _end(self, generation: Generation) -> None:
         data = generation.finish()
         if data or generation.stream:
             self._say(generation, data)
         self._put_away(generation)
 
-    def _put_away(self, generation: _Generation) -> None:
+    def _put_away(self, generation: Generation) -> None:
         """Close a file but know it again."""
         if self._open.get(generation.key) is generation:
             del self._open[generation.key]
@@ -631,10 +197,10 @@ class FileSource:
         if generation.stream:
             self._keep(generation.mark())
 
-    def _replaced(self, old: _Generation) -> None:
+    def _replaced(self, old: Generation) -> None:
         """The file was truncated and perhaps written again: a new generation in the same inode."""
         self.stats.rotations["truncate"] += 1
-        new = _Generation(old.fd, old.path, old.real, old.key, changed_at=self._now)
+        new = Generation(old.fd, old.path, old.real, old.key, changed_at=self._now)
         with suppress(OSError):
             new.size = os.fstat(new.fd).st_size
         self._open[old.key] = new
@@ -647,7 +213,7 @@ class FileSource:
         if copy is None and (old.stream or not linked):
             self._end(old)
 
-    def _link(self, copy: _Generation | None, new: _Generation) -> bool:
+    def _link(self, copy: Generation | None, new: Generation) -> bool:
         """Let copies of truncated generations be read before ``new``; false if there are none."""
         chain = [] if copy is None else [copy]
         for one in self._between(new.path, new.born, new) if new.born else ():
@@ -684,19 +250,19 @@ class FileSource:
     async def _look(self) -> None:
         """Find out what the paths lead to, if that may have changed."""
         self._now = self._clock()
-        plain = _is_plain(self._pattern)
+        plain = is_plain(self._pattern)
         due = plain or self._now >= self._next_scan
         if not due and self._now >= self._not_before:
             due = self._directories_changed()
         if not due and self._now >= self._next_check:
-            due = any(_key_at(path) != one.key for path, one in self._at.items() if one.fd >= 0)
+            due = any(key_at(path) != one.key for path, one in self._at.items() if one.fd >= 0)
         if self._now >= self._next_check:
             self._next_check = self._now + CHECK_SECONDS
         if not due:
             return
         began, self._scanned_at = self._now, time.time_ns()
         # A tree may be large or on a slow file system; a single path is not worth a thread.
-        found = _expand(self._pattern) if plain else await asyncio.to_thread(_expand, self._pattern)
+        found = expand(self._pattern) if plain else await asyncio.to_thread(expand, self._pattern)
         self._now = self._clock()
         self._next_scan = self._now + SCAN_SECONDS
         self._not_before = self._now + 10 * (self._now - began)  # a large tree is not walked for every hint
@@ -710,17 +276,17 @@ class FileSource:
                 return True
         return False
 
-    def _settle(self, found: _Found) -> None:
+    def _settle(self, found: Found) -> None:
         """Bring what is open in line with what was found."""
         for path in [one for one in self._failing if one not in found.files and one not in found.errors]:
             del self._failing[path]
         for path, error in found.errors.items():
             self._fail(path, error)
         self._crowded = False
-        families: dict[str, _Generation] = {}
+        families: dict[str, Generation] = {}
         # A known path finds what was renamed or copied from it, so it comes before its siblings, whose
         # names are longer. What is new comes older before younger, so that history is in order.
-        order = sorted(found.files.items(), key=lambda f: (f[1].st_mtime_ns, f[0]))[-_FILES:]
+        order = sorted(found.files.items(), key=lambda f: (f[1].st_mtime_ns, f[0]))[-MAX_FOUND:]
         order.sort(key=lambda f: len(f[0]) if f[0] in self._at or f[0] in self._left else sys.maxsize)
         for path, status in order:
             new = self._visit(path, status)
@@ -731,12 +297,12 @@ class FileSource:
                     new.follow(first)
                 families[family] = new
         closed = [path for path, one in self._at.items() if one.fd < 0]
-        for path in closed[: -_FILES // 2]:
+        for path in closed[: -MAX_FOUND // 2]:
             del self._at[path]
         while len(self._judged) > _MARKS:
             del self._judged[next(iter(self._judged))]
 
-    def _visit(self, path: str, status: os.stat_result) -> _Generation | None:
+    def _visit(self, path: str, status: os.stat_result) -> Generation | None:
         """Look at what ``path`` leads to; the generation if it was opened now."""
         key = (status.st_dev, status.st_ino)
         current, known = self._at.get(path), self._open.get(key)
@@ -754,13 +320,13 @@ class FileSource:
         self._take_over(path, new)
         return new
 
-    def _admit(self, path: str, key: Key) -> _Generation | None:
+    def _admit(self, path: str, key: Key) -> Generation | None:
         """Open a file that is not open, and find out how far it was read before."""
         if len(self._open) >= self._max_files and not self._make_room():
             self._crowded = True
             return None
         try:
-            new = _open(path)
+            new = open_generation(path)
             if new is None:
                 return None
             try:
@@ -784,7 +350,7 @@ class FileSource:
         self._open[new.key] = new
         return new
 
-    def _recognise(self, path: str, new: _Generation) -> bool:
+    def _recognise(self, path: str, new: Generation) -> bool:
         """Set where to go on; false if there is nothing to read. Raises ``OSError``."""
         mark = self._mark_of(new)
         if mark is not None:
@@ -799,21 +365,21 @@ class FileSource:
             return True
         return not self._is_copy(path, new)
 
-    def _mark_of(self, one: _Generation) -> Mark | None:
+    def _mark_of(self, one: Generation) -> Mark | None:
         """How far an open file was read before, if it was. Raises ``OSError``."""
         marks = [
             mark
             for mark in self._past.get(one.key[1], {}).values()
             # a device may have another number after a reboot; then the content must say enough
-            if (mark.device == one.key[0] or mark.offset >= _LAST) and mark.fits(one.fd, one.size)
+            if (mark.device == one.key[0] or mark.offset >= LAST) and mark.fits(one.fd, one.size)
         ]
         return max(marks, key=lambda mark: (mark.offset, not mark.ended), default=None)
 
-    def _judge(self, one: _Generation) -> None:
+    def _judge(self, one: Generation) -> None:
         status = os.fstat(one.fd)
         self._judged[one.key] = (status.st_size, status.st_mtime_ns)
 
-    def _is_copy(self, path: str, new: _Generation) -> bool:
+    def _is_copy(self, path: str, new: Generation) -> bool:
         """Whether ``new`` is being copied from a file that is open here, to be truncated next."""
         for one in tuple(self._open.values()):
             if not _is_sibling(path, one.path) or self._at.get(one.path) is not one:
@@ -822,17 +388,17 @@ class FileSource:
                 return True  # not yet to be told; there is nothing to read in it either
             try:
                 one.look()
-            except _ReplacedError:
+            except ReplacedError:
                 self._replaced(one)  # which takes the copy, if this is one
                 return new.key in self._open
             except OSError:
                 continue
-            if _begins_with(one, new):
+            if begins_with(one, new):
                 self._judge(new)
                 return True
         return False
 
-    def _take_over(self, path: str, new: _Generation) -> None:
+    def _take_over(self, path: str, new: Generation) -> None:
         """``new`` was found at ``path``: what was there before is read first."""
         before = self._at.get(new.path)
         if new.path != path:  # it was renamed while it was closed; what lies at its old path follows it
@@ -867,12 +433,12 @@ class FileSource:
         for first, second in itertools.pairwise([*chain, new]):
             second.follow(first)
 
-    def _find(self, mark: Mark) -> _Generation | None:
+    def _find(self, mark: Mark) -> Generation | None:
         """The file of ``mark`` under another name in the same directory, opened; or its copy."""
         moved = self._open_siblings(mark, lambda entry: entry.inode() == mark.inode)
         return self._choose(moved, mark) or self._find_copy(mark)
 
-    def _find_copy(self, mark: Mark) -> _Generation | None:
+    def _find_copy(self, mark: Mark) -> Generation | None:
         """A file that holds what was truncated, opened. Only what was written since can be it."""
         if mark.offset == mark.start:
             return None
@@ -884,7 +450,7 @@ class FileSource:
             copy.copied = True
         return copy
 
-    def _choose(self, opened: list[_Generation], mark: Mark) -> _Generation | None:
+    def _choose(self, opened: list[Generation], mark: Mark) -> Generation | None:
         """The one that holds what was read up to ``mark``, set to go on there; the others are closed."""
         chosen = None
         for one in opened:
@@ -898,7 +464,7 @@ class FileSource:
                 one.close()
         return chosen
 
-    def _between(self, path: str, since: int, new: _Generation) -> list[_Generation]:
+    def _between(self, path: str, since: int, new: Generation) -> list[Generation]:
         """Files that came and went at ``path`` before ``new`` while nobody looked, opened, oldest first.
 
         ``since`` is the modification time of the last one that is known, in ns.
@@ -910,14 +476,14 @@ class FileSource:
         )
         # Once new has been rotated away itself, what is younger than new comes after it.
         until = None
-        if _key_at(path) != new.key:
+        if key_at(path) != new.key:
             with suppress(OSError):
                 until = os.fstat(new.fd).st_mtime_ns
         chain = []
         for one in sorted(opened, key=lambda one: one.modified):
             wanted = since <= one.modified and one.size > 0 and (until is None or one.modified <= until)
             try:
-                wanted = wanted and self._mark_of(one) is None and not _begins_with(new, one)
+                wanted = wanted and self._mark_of(one) is None and not begins_with(new, one)
             except OSError:
                 wanted = False
             if wanted and (len(self._open) < self._max_files or self._make_room()):
@@ -928,22 +494,22 @@ class FileSource:
                 one.close()
         return chain
 
-    def _open_siblings(self, mark: Mark, wanted: Callable[[os.DirEntry[str]], bool]) -> list[_Generation]:
+    def _open_siblings(self, mark: Mark, wanted: Callable[[os.DirEntry[str]], bool]) -> list[Generation]:
         """Files in the directory of ``mark`` that are wanted and not open yet.
 
         A rotation may rename them between being listed and being opened: then it is done again.
         """
         directories = {os.path.dirname(mark.real), os.path.dirname(os.path.realpath(mark.path))}
         for _ in range(5):
-            found = _Found()
-            opened: dict[Key, _Generation] = {}
+            found = Found()
+            opened: dict[Key, Generation] = {}
             raced = False
             for directory in sorted(directories):
                 for entry in found.list(directory):
-                    if entry.name.endswith(_PACKED) or not wanted(entry):
+                    if entry.name.endswith(PACKED) or not wanted(entry):
                         continue
                     try:
-                        one = _open(entry.path)
+                        one = open_generation(entry.path)
                     except OSError as error:
                         raced = raced or error.errno == errno.ENOENT
                         continue
@@ -996,22 +562,6 @@ class FileSource:
             self.stats.problem = None
 
 
-def _open(path: str) -> _Generation | None:
-    """``path`` opened for reading, None if it is no regular file. Raises ``OSError``."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    try:
-        status = os.fstat(fd)
-    except OSError:
-        os.close(fd)
-        raise
-    if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        return None
-    one = _Generation(fd, path, os.path.realpath(path), (status.st_dev, status.st_ino))
-    one.size, one.links, one.modified = status.st_size, status.st_nlink, status.st_mtime_ns
-    return one
-
-
 def _modified(path: str) -> int:
     """Modification time in ns, -1 if there is nothing."""
     try:
@@ -1020,21 +570,13 @@ def _modified(path: str) -> int:
         return -1
 
 
-def _key_at(path: str) -> Key | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
-def _kind(before: _Generation | None, new: _Generation, found: list[_Generation], marks: list[Mark]) -> str:
+def _kind(before: Generation | None, new: Generation, found: list[Generation], marks: list[Mark]) -> str:
     """How the file that was at a path lost it to ``new``."""
     if before is not None and before.fd >= 0:
         links = 0
         with suppress(OSError):
             links = os.fstat(before.fd).st_nlink
-        stays = before.real != before.path and _key_at(before.real) == before.key  # a link was swapped
+        stays = before.real != before.path and key_at(before.real) == before.key  # a link was swapped
         return "reopen" if links == 0 or stays else "rename"
     if any(mark.inode == new.key[1] for mark in marks) or (before is not None and before.key == new.key):
         return "truncate"
@@ -1047,14 +589,6 @@ def _family(path: str) -> str:
     """What generations of one log share: ``0.log.20241010-132438``, ``0.log`` and ``1.log`` are one."""
     directory, name = os.path.split(path)
     return os.path.join(directory, re.sub(r"\d+", "0", name.partition(".log")[0]))
-
-
-def _begins_with(one: _Generation, copy: _Generation) -> bool:
-    """Whether ``copy`` holds what ``one`` begins with. Raises ``OSError``."""
-    head, near = min(_HEAD, copy.size), max(copy.size - _LAST, 0)
-    return os.pread(one.fd, head, 0) == os.pread(copy.fd, head, 0) and (
-        os.pread(one.fd, copy.size - near, near) == os.pread(copy.fd, copy.size - near, near)
-    )
 
 
 def _is_sibling(path: str, base: str) -> bool:
