@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -65,6 +66,7 @@ class App:
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._store = Store(config.state_dir) if config.state_dir else None
         self._retry_at = 0.0
+        self._moved_aside: Path | None = None
         self._stop = asyncio.Event()
         self._crash: BaseException | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -83,6 +85,8 @@ class App:
             for one in self._config.targets:
                 self._add(self._build(one))
             runner = await self._listen()
+            if self._store is None:
+                log.warning("no --state-dir: counters and positions are lost with this process")
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._stop.set)
             loop.add_signal_handler(signal.SIGHUP, lambda: self._supervise("", self._reload_logged()))
@@ -103,19 +107,24 @@ class App:
 
     def _open_store(self) -> None:
         if self._store is None:
-            log.warning("no --state-dir: counters and positions are lost with this process")
             return
         try:
             self._store.open()
         except StateError as error:
             self._state_failed(error)
-        if self._store.moved_aside is not None:
-            self.status.state_write_failures += 1
-            log.warning(
-                "the state file was moved aside and a new one begun",
-                why=self._store.why_moved,
-                moved_to=str(self._store.moved_aside),
-            )
+        self._say_moved()
+
+    def _say_moved(self) -> None:
+        """The state file may be found unfit at the start, or when it can be read at last."""
+        if self._store is None or self._store.moved_aside == self._moved_aside:
+            return
+        self._moved_aside = self._store.moved_aside
+        self.status.state_write_failures += 1
+        log.warning(
+            "the state file was moved aside and a new one begun",
+            why=self._store.why_moved,
+            moved_to=str(self._moved_aside),
+        )
 
     async def _listen(self) -> web.AppRunner:
         config = self._config
@@ -225,10 +234,11 @@ class App:
             self._retry_at = loop.time() + _RETRY_SECONDS
         else:
             logs.clear(log, ("state",), "the state is saved again")
+            self._say_moved()
 
     def _state_failed(self, error: StateError) -> None:
         self.status.state_write_failures += 1
-        logs.once(log, ("state",), "the state can't be saved: going on in memory", problem=str(error))
+        logs.once(log, ("state",), "the state can't be read or saved: going on in memory", problem=str(error))
 
     async def _end_with_input(self) -> None:
         """Standard input ended: leave time for a last scrape, then stop."""
@@ -303,8 +313,9 @@ class App:
         if tasks:
             await asyncio.wait(tasks, timeout=_STOP_SECONDS)
         self._retry_at = 0.0
-        for target in self._targets.values():
-            self._save(target)
+        if runner is not None:  # else another one may be at work, and know more than we do
+            for target in self._targets.values():
+                self._save(target)
         if self._store is not None:
             self._store.close()
         with contextlib.suppress(TimeoutError):

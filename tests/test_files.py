@@ -14,10 +14,11 @@ from random import Random
 import pytest
 
 from exporter.sources import files
-from exporter.sources.files import DirectoryWaker, FileSource
+from exporter.sources.files import FileSource
 from exporter.sources.framing import MAX_LINE
 from exporter.sources.scan import BLOCK
 from exporter.sources.stream import Chunk, SourceStats
+from exporter.sources.waker import DirectoryWaker
 
 pytestmark = pytest.mark.asyncio
 
