@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from types import TracebackType
@@ -53,18 +53,21 @@ class Kubelet:
         self.runs: list[Run] = []
         self.waiting = False  # the container waits for its next run
         self.gone = False  # there is no such pod
-        self.token: str | None = None  # the only one accepted
-        self.lag = 0  # looks at the pod that still show its old status after a change
+        self.tokens: set[str] = set()  # that are accepted; any where there is none
+        self.time: Callable[[], float] = lambda: 0.0
+        self.lag = 0.0  # seconds of ``time`` until a change shows in the pod's status
         self.ids = True  # whether the status names containers by id
         self.piece = 1 << 20  # bytes sent at once
         self.rewrite: Callable[[dict[str, Any]], None] = lambda _: None  # changes a pod's status
         self.refusals: dict[str, deque[tuple[int, dict[str, str]]]] = {"pod": deque(), "log": deque()}
         self.cuts: deque[tuple[int, bool]] = deque()  # (bytes, whether it ends properly), one an answer
+        self.before_log: Callable[[], Awaitable[None]] | None = None  # happens once, as a log is asked for
         self.requests: list[tuple[str, dict[str, str]]] = []
+        self.credentials: list[str] = []
         self.now = 0  # requests being answered
         self.most = 0
         self.sent = 0
-        self._stale: tuple[int, dict[str, Any]] | None = None
+        self._history: list[tuple[float, dict[str, Any]]] = []  # statuses before a change, and when it was
         self._changed = asyncio.Event()
         self._requested = asyncio.Event()
         self._ns = BIRTH
@@ -142,8 +145,8 @@ class Kubelet:
         self._changed = asyncio.Event()
 
     def _keep_status(self) -> None:
-        if self.lag and self.runs:
-            self._stale = (self.lag, self.status())
+        if self.lag:
+            self._history.append((self.time(), self.status()))
 
     # --- what a test waits for
 
@@ -195,29 +198,35 @@ class Kubelet:
     ) -> web.StreamResponse:
         kind = "log" if request.path.endswith("/log") else "pod"
         self.requests.append((kind, dict(request.query)))
+        self.credentials.append(request.headers.get("Authorization", ""))
         self._requested.set()
         self._requested = asyncio.Event()
         self.now += 1
         self.most = max(self.most, self.now)
         try:
-            if self.token is not None and request.headers.get("Authorization") != f"Bearer {self.token}":
+            if self.tokens and self.credentials[-1].removeprefix("Bearer ") not in self.tokens:
                 return web.Response(status=401)
             if self.refusals[kind]:
                 status, headers = self.refusals[kind].popleft()
                 return web.Response(status=status, headers=headers, text="the reason, with\nnewlines")
             if self.gone:
                 return web.Response(status=404)
-            answer: web.StreamResponse = await handler(request)
-            return answer
+            return await self._answer(request, handler)
         finally:
             self.now -= 1
 
+    async def _answer(
+        self, request: web.Request, handler: Callable[[web.Request], Any]
+    ) -> web.StreamResponse:
+        try:
+            answer: web.StreamResponse = await handler(request)
+        except ConnectionResetError:
+            return web.Response()  # the reader went away
+        return answer
+
     async def _pod(self, _: web.Request) -> web.Response:
-        if self._stale is not None:
-            left, status = self._stale
-            self._stale = (left - 1, status) if left > 1 else None
-            return web.json_response(status)
-        return web.json_response(self.status())
+        self._history = [one for one in self._history if one[0] + self.lag > self.time()]
+        return web.json_response(self._history[0][1] if self._history else self.status())
 
     def _chosen(self, query: Mapping[str, str]) -> Run | None:
         before = "previous" in query and not self.waiting
@@ -226,6 +235,9 @@ class Kubelet:
 
     async def _log(self, request: web.Request) -> web.StreamResponse:
         query = request.query
+        if self.before_log is not None:
+            happens, self.before_log = self.before_log, None
+            await happens()
         assert query["container"] == "vllm"
         assert query["timestamps"] == "true"
         run = self._chosen(query)
@@ -266,6 +278,7 @@ class Kubelet:
                 while len(block) >= self.piece or (block and at == end):
                     yield bytes(block[: self.piece])
                     del block[: self.piece]
+                    await asyncio.sleep(0)
             if not follow or run.ended is not None:
                 if at >= len(run.lines) or generation != run.generation:
                     return

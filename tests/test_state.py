@@ -339,7 +339,7 @@ class TestMovedAside:
         """Whatever byte of it a disk gets wrong, the exporter starts, follows and saves."""
         chance = random.Random(seed)  # noqa: S311 - repeatable
         data = saved(tmp_path).read_bytes()
-        for number in range(40):
+        for number in range(20):
             broken = bytearray(data)
             for _ in range(chance.choice([1, 1, 20])):
                 # half of them at the front, where the structure is

@@ -41,13 +41,17 @@ _EXPORTER = re.compile(r"vllm[-_]oom|--vllm-url|^kubernetes:|=kubernetes:")
 class KubeError(Exception):
     """The API could not be asked, or said no. The text is one line that says what to do.
 
-    ``status`` is the HTTP status, None where there was none; ``retry_after`` is in seconds.
+    ``status`` is the HTTP status, None where there was none; ``retry_after`` is in seconds;
+    ``log`` says that it was the log that was refused.
     """
 
-    def __init__(self, text: str, status: int | None = None, retry_after: float | None = None) -> None:
+    def __init__(
+        self, text: str, status: int | None = None, retry_after: float | None = None, *, log: bool = False
+    ) -> None:
         super().__init__(text)
         self.status = status
         self.retry_after = retry_after
+        self.log = log
 
 
 class Clock(Protocol):
@@ -297,7 +301,8 @@ class KubeClient:
             case _:
                 text = f"reading {what} failed with status {status}; trying again"
         after = response.headers.get("Retry-After", "")
-        return KubeError(text, status, float(after) if re.fullmatch(r"\d{1,6}", after) else None)
+        seconds = float(after) if re.fullmatch(r"\d{1,6}", after) else None
+        return KubeError(text, status, seconds, log=bool(sub))
 
 
 def in_cluster(environ: Mapping[str, str], clock: Clock, account: Path = ACCOUNT) -> KubeClient:

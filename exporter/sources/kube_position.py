@@ -73,11 +73,6 @@ class Position:
         except (ValueError, OverflowError, OSError):
             return None
 
-    @property
-    def floor(self) -> int:
-        """Everything older was delivered. Before any time was forgotten, nothing is."""
-        return min(self.seen) if len(self.seen) >= KEEP else 0
-
     def add(self, stamp: int, first: int) -> None:
         """One more line was delivered."""
         known = self.seen.get(stamp)
@@ -102,7 +97,7 @@ class Cursor:
         self._skip = dict(position.seen)  # lines still expected to come again
         self._untouched = set(position.seen)
         self._behind = bool(position.seen)  # what comes may be older than the position
-        self._floor = position.floor
+        self._floor = min(position.seen, default=0)
         self._newest = max(position.seen, default=0)
         self._stamp = _OLDER if resumed else 0
         self._cut = position.part  # bytes of the next line that were delivered

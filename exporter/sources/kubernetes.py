@@ -5,8 +5,9 @@ What makes this more than one GET request, and decided its shape:
 * The API resumes by whole seconds only: see ``kube_position``.
 * A cut connection looks like a finished one: the API server ends its answer properly when the
   kubelet's breaks. So an end is believed only when a second reading adds nothing.
-* A request names a container, not a run of it. So whose log an answer holds is asked after the
-  answer began, and after an end the pod's status is given time to catch up.
+* A request names a container, not a run of it, and the API learns of a restart later than the
+  kubelet that answers. So whose log an answer holds is asked two seconds after it began. That
+  makes lines late by as much after each connect, and the end of a run by about eight seconds.
 * Kubelets before 1.29 stop following when they rotate the log. So no connection lives long.
 
 Known limits, all of the API: lines rotated away before they were asked for are gone, and so is
@@ -49,14 +50,14 @@ SILENCE = 60.0
 """Seconds without a byte after which following starts anew: the log may have been rotated."""
 LIFE = 600.0
 """Seconds a connection lives at most."""
-SETTLE = 5
-"""Looks, a second apart, for a status that explains why following ended."""
+HOLD = 2.0
+"""Seconds after which an answer is believed to be of the run that the pod's status shows."""
 BACKOFF = 60.0
 """Seconds between two attempts at most, save when the server asks for more."""
 PATIENCE = 600.0
 """Seconds granted when the server asks for more."""
 GIVE_UP = 5
-"""Failures in a row after which the log of an ended run is taken for gone."""
+"""Refusals in a row after which the log of an ended run is taken for gone: half a minute."""
 _GONE = (400, 404, 410, 500)  # a log that was deleted under the kubelet is a 500
 
 
@@ -80,7 +81,8 @@ class _End(Enum):
 class _Stream:
     position: Position
     tail: bytes | None = None  # unfinished line at the end of the last reading, None before the first
-    readings: int = 0
+    same: int = 0  # readings in a row that ended where the one before did
+    refusals: int = 0  # in a row
     everything: bool = False  # ask for all there is: the time asked from is gone
 
 
@@ -137,8 +139,6 @@ class KubernetesSource:
                     self._well()
                     await self._clock.sleep(LOOK)
                     continue
-                if not await self._settled(instance):
-                    continue
                 async with aclosing(self._read(instance)) as reading:
                     async for chunk in reading:
                         yield chunk
@@ -185,35 +185,12 @@ class KubernetesSource:
                 chunks.append(Chunk(name, b"", stream.position.token, ended=True))
         return chunks
 
-    async def _settled(self, instance: Instance) -> bool:
-        """Whether it is clear which run a request without ``previous`` will mean.
-
-        A run that ended is mostly the previous one a second later. Until the API knows, such a
-        request gives the log of the next run, which we would take for this one's.
-        """
-        stream = self._known(instance.stream)
-        if instance.running or instance.previous or (stream is not None and stream.tail is not None):
-            return True
-        return not await self._changes(instance)
-
-    async def _changes(self, instance: Instance) -> bool:
-        """Give the status of the pod some seconds to catch up; whether it did."""
-        for _ in range(SETTLE):
-            try:
-                if instance not in await self._look(1):
-                    return True
-            except KubeError as error:
-                await self._clock.sleep(self._failed(error))
-        return False
-
     async def _pause(self, instance: Instance) -> None:
         """Wait as long as the way the last reading ended demands."""
         if self._end is _End.FAILED:
             await self._clock.sleep(self._delay)
-        elif self._end is _End.EOF and instance.running:
-            # the kubelet ends the log of a container that ended before the API knows of it
-            await self._changes(instance)
         elif self._end is _End.EOF and not self._streams[instance.stream].position.ended:
+            # an end says little: the connection may have been cut, or the API not know of it yet
             await self._clock.sleep(1)
 
     async def _read(self, instance: Instance) -> AsyncGenerator[Chunk, None]:
@@ -236,12 +213,12 @@ class KubernetesSource:
                         touched = now
                         given = cursor.feed(event.data)
                         if given and silent:
-                            self.stats.rotations["reopen"] += now - opened < 1
+                            self.stats.rotations["reopen"] += now - opened < HOLD + 1
                             silent = False
                         if given:
                             yield Chunk(name, given, position.token)
                     elif event.data is not None:
-                        stream.everything = False
+                        stream.everything, stream.refusals = False, 0
                     elif (quiet := now - touched >= SILENCE) or now - opened >= LIFE:
                         self._end, self._silent = _End.AGED, quiet
                         return
@@ -250,15 +227,17 @@ class KubernetesSource:
                 yield chunk
         except KubeError as error:
             self._end, self._delay = _End.FAILED, self._failed(error)
-            stream.everything = stream.everything or error.status == 410
-            if not instance.running and error.status in _GONE and self._failures >= GIVE_UP:
+            stream.everything = stream.everything or (error.log and error.status == 410)
+            stream.refusals += error.log and error.status in _GONE
+            if stream.refusals >= GIVE_UP and not instance.running:
                 yield self._ended(instance, position, b"")
 
     async def _events(self, instance: Instance, since: str | None) -> AsyncGenerator[_Event, None]:
         """What one answer brings until its end, and a look at the pod every few seconds.
 
         A first empty ``data`` says that it is the log of ``instance``: whose log it is was
-        decided before the answer began, so a look that began later must still find it there.
+        decided before the answer began, and the API may learn of a restart a little later than
+        the kubelet. So a look that began ``HOLD`` seconds later must still find it there.
         """
         answer = self._client.log(
             self._namespace, self._pod, instance.container, follow=instance.running,
@@ -275,7 +254,7 @@ class KubernetesSource:
                     read.result()
                     answered = True
                     await _stop(look)
-                    look = asyncio.create_task(self._look())
+                    look = asyncio.create_task(self._look(HOLD))
                     continue
                 if confirmed and read.done():
                     data = read.result()
@@ -297,21 +276,21 @@ class KubernetesSource:
                     yield _Event(found=found)
                     look = asyncio.create_task(self._look(after))
         finally:
-            await _stop(read, look)
-            await answer.aclose()
+            try:
+                await _stop(read, look)
+            finally:  # also when cancelled meanwhile
+                await answer.aclose()
 
     def _at_end(self, instance: Instance, stream: _Stream, cursor: Cursor) -> Chunk | None:
         """The last chunk of a run that ended, once nothing more can be expected."""
         if instance.running:
             return None
-        stream.readings += 1
-        again = not cursor.new and cursor.tail == stream.tail
+        same = not cursor.new and cursor.tail == stream.tail
+        stream.same = stream.same + 1 if same else 0
         stream.tail = cursor.tail
-        if cursor.new:
-            stream.readings = 0
-        elif again and (cursor.caught_up or stream.readings > GIVE_UP):
-            return self._ended(instance, stream.position, cursor.last())
-        return None
+        # runtimes finish the last line, and what was delivered comes again: else look twice more
+        enough = 1 if cursor.caught_up and not cursor.tail else 3
+        return self._ended(instance, stream.position, cursor.last()) if stream.same >= enough else None
 
     def _ended(self, instance: Instance, position: Position, rest: bytes) -> Chunk:
         position.ended = True
