@@ -100,6 +100,7 @@ class _Stream:
         self.ended = False
         self.quiet = 0  # ticks without a line worth parsing
         self.silent = 0  # ticks without any line
+        self.live = False  # what comes now was written now
         self.aside = _ASIDE_TICKS  # ticks since the scanner kept lines aside
         if saved is not None:
             self.token = saved.token
@@ -161,6 +162,7 @@ class Follower:
         self._activity = 0
         self._ticks = 0
         self._fed = False
+        self._failed_at: float | None = None
         self._ended: dict[str, StreamState] = {}
 
     # --- going on where a former process stopped ------------------------------------------------
@@ -224,6 +226,7 @@ class Follower:
         if stream is None:
             stream = _Stream(chunk.stream, source, self._now(), self._saved.pop(chunk.stream, None))
             self._streams[chunk.stream] = stream
+        before = self.failures
         for data in _parts(chunk.data, stream.counted_lines - stream.scanner.lines):
             self._read(stream, data)
         stream.token = chunk.token
@@ -237,6 +240,9 @@ class Follower:
             self._bytes_since += len(chunk.data)
         self.changed = self.stale = True
         self._look(stream)
+        if self.failures != before:
+            # by our clock: that of the log may be in another zone
+            self._failed_at = at if stream.live else None
         self._update()
 
     def _read(self, stream: _Stream, data: bytes) -> None:
@@ -274,7 +280,6 @@ class Follower:
             self.fed += record.file not in _HEARTBEATS
             self._history.feed(record, stream.name)
             if self._history.error_lines:
-                self.failures += len(self._history.error_lines)
                 self._count_errors(stream, self._history.error_lines)
                 self._history.error_lines.clear()
 
@@ -292,6 +297,7 @@ class Follower:
         for line in lines:
             if line not in stream.errors:
                 stream.errors.add(line)
+                self.failures += 1
                 self.status.counts.error_lines += 1
                 self.urgent = True
 
@@ -306,6 +312,7 @@ class Follower:
         for stream in self._streams.values():
             stream.quiet += 1
             stream.silent += 1
+            stream.live = stream.live or stream.silent >= _RECORD_TICKS
             stream.aside += 1
             if not stream.open:
                 continue
@@ -413,7 +420,7 @@ class Follower:
             "class": known.class_id,
             "phase": known.phase,
         }
-        if incident.time is not None and (metrics := self._before(incident.time.timestamp())):
+        if self._failed_at is not None and (metrics := self._before(self._failed_at)):
             shown["metrics_before"] = metrics
         self.dirty[identity] = shown
         self.urgent = True
@@ -442,6 +449,8 @@ class Follower:
         incidents = self.status.incidents
         for at, one in enumerate(incidents):
             if one["id"] == identity:
+                for name in one.keys() & {"metrics_before"} - shown.keys():
+                    shown[name] = one[name]  # read again after a restart: the ring is gone
                 incidents[at] = shown
                 return
         incidents.insert(0, shown)
