@@ -480,9 +480,7 @@ class TestLater:
         assert not feed.one.unresolved
 
     def test_what_metrics_said_before(self) -> None:
-        """The minutes before a failure that was seen live are asked for by our clock, and stand in its document;
-        those of a failure that is read later are nobody's.
-        """
+        """The minutes before a failure are asked for by our clock, and only if it was seen live."""
         asked: list[float] = []
 
         def before(when: float) -> list[dict[str, float]]:

@@ -11,9 +11,10 @@ What makes this more than one GET request, and decided its shape:
 * Kubelets before 1.29 stop following when they rotate the log. So no connection lives long.
 
 Known limits, all of the API: lines rotated away before they were asked for are gone, and so is
-the end of a run when the container restarted twice in between. Kubelets before 1.27 put a second
-time into the middle of lines above 16 KiB. When a node's clock is set back by seconds and the
-connection breaks within them, lines of these seconds are missed.
+the end of a run when the container restarted twice in between. Old kubelets put another time into
+the middle of lines above 16 KiB. When a node's clock is set back by seconds and the connection
+breaks within them, lines of these seconds are missed. When the API learns of a restart more than
+``HOLD`` seconds late while we reconnect, first lines of the new run count for the old one too.
 """
 
 from __future__ import annotations
