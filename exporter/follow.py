@@ -35,7 +35,7 @@ TICK = 0.1
 """Seconds between two calls of ``Follower.tick``."""
 
 _RECORD_TICKS = 2  # a record is written at once; what follows later is another one
-_TERMINAL_TICKS = 4
+_TERMINAL_TICKS = 3
 _SETTLE_TICKS = 10  # one second
 _SURVIVED_TICKS = 51  # five seconds: no failure of that allocation will be logged any more
 _CHECKPOINT_TICKS = 20
@@ -94,12 +94,13 @@ class _Stream:
         self.scanner = Scanner()
         self.framing = Framing()
         self.parser = LogParser(latest)
-        self.token = ""
+        self.token = self.begin = ""
         self.counted_lines = 0
         self.errors: set[int] = set()
         self.ended = False
         self.quiet = 0  # ticks without a line worth parsing
         self.silent = 0  # ticks without any line
+        self.given = False  # lines since the last look at open records
         self.live = False  # what comes now was written now
         self.aside = _ASIDE_TICKS  # ticks since the scanner kept lines aside
         if saved is not None:
@@ -203,7 +204,7 @@ class Follower:
             at = before.get(name)
             found[name] = StreamState(
                 stream.source,
-                at.token if at else "",
+                at.token if at else stream.begin,
                 at.lines if at else 0,
                 at.parser if at else None,
                 stream.counted_lines,
@@ -225,7 +226,9 @@ class Follower:
         stream = self._streams.get(chunk.stream)
         if stream is None:
             stream = _Stream(chunk.stream, source, self._now(), self._saved.pop(chunk.stream, None))
+            stream.begin = chunk.begin
             self._streams[chunk.stream] = stream
+            self.urgent = True  # from now on it can be found again
         before = self.failures
         for data in _parts(chunk.data, stream.counted_lines - stream.scanner.lines):
             self._read(stream, data)
@@ -266,6 +269,7 @@ class Follower:
     def _give(self, stream: _Stream, lines: Iterable[tuple[int, bytes]]) -> None:
         for number, raw in lines:
             stream.quiet = 0
+            stream.given = True
             for line in stream.framing.feed(number, raw):
                 self._records(stream, stream.parser.feed(line))
 
@@ -285,8 +289,9 @@ class Follower:
 
     def _look(self, stream: _Stream) -> None:
         """Count error lines of records that are not complete yet: alerts wait for nothing."""
-        if not stream.open:
+        if not stream.given or not stream.open:
             return
+        stream.given = False
         for record in stream.parser.peek():
             if record.level in ("", "ERROR", "CRITICAL"):
                 self._count_errors(

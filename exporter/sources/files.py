@@ -150,9 +150,14 @@ class FileSource:
             self._end(generation)
 
     def _say(self, generation: Generation, data: bytes) -> None:
+        begin = ""
         if not generation.stream:
             generation.stream = self._name(generation.key, data[:HEAD])
-        self._ready.append(Chunk(generation.stream, data, generation.mark().token(), generation.ended))
+            # without it a file that is rotated away before the first save would not be looked for
+            first = replace(generation.mark(), offset=generation.start, last_length=0, last=digest(b""))
+            begin = first.token()
+        token = generation.mark().token()
+        self._ready.append(Chunk(generation.stream, data, token, generation.ended, begin))
 
     def _name(self, key: Key, head: bytes) -> str:
         """An identity that no other generation has, even one with the same inode and first bytes."""

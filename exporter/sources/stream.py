@@ -17,13 +17,16 @@ class Chunk:
     """Some lines of one stream, in order and without gaps.
 
     ``data`` ends at a newline, save when ``ended`` (nothing more will come) or when one line is
-    longer than ``framing.MAX_LINE``. ``token`` resumes the stream right behind ``data``.
+    longer than ``framing.MAX_LINE``. ``token`` resumes the stream right behind ``data``. The first
+    chunk of a stream also has ``begin``, to resume it before ``data``, where a source would not
+    find its beginning again without.
     """
 
     stream: str
     data: bytes
     token: str
     ended: bool = False
+    begin: str = ""
 
 
 @dataclass(slots=True)
