@@ -60,8 +60,7 @@ class Known:
     class_id: str
     phase: str
     fatal: bool
-    stream: str = ""
-    reports: frozenset[int] = frozenset()  # lines that reported it
+    reports: frozenset[tuple[str, int]] = frozenset()  # stream and line of what reported it
     version: tuple[int, bool] = (0, False)  # of the evidence in the stored document
 
 
@@ -94,7 +93,9 @@ class _Stream:
         self.scanner = Scanner()
         self.framing = Framing()
         self.parser = LogParser(latest)
-        self.token = self.begin = ""
+        self.token = ""
+        self.before = StreamState(source)
+        """Where a restart goes on as long as no checkpoint knows the stream."""
         self.counted_lines = 0
         self.errors: set[int] = set()
         self.ended = False
@@ -201,14 +202,9 @@ class Follower:
         before = self.checkpoint.streams if self.checkpoint else {}
         found: dict[str, StreamState] = {}
         for name, stream in self._streams.items():
-            at = before.get(name)
-            found[name] = StreamState(
-                stream.source,
-                at.token if at else stream.begin,
-                at.lines if at else 0,
-                at.parser if at else None,
-                stream.counted_lines,
-                {n for n in stream.errors if at is None or n > at.lines},
+            at = before.get(name, stream.before)
+            found[name] = replace(
+                at, counted_lines=stream.counted_lines, errors={n for n in stream.errors if n > at.lines}
             )
         return found | self._ended
 
@@ -225,8 +221,12 @@ class Follower:
         """Read the next lines of one stream. ``at``: seconds since the epoch."""
         stream = self._streams.get(chunk.stream)
         if stream is None:
-            stream = _Stream(chunk.stream, source, self._now(), self._saved.pop(chunk.stream, None))
-            stream.begin = chunk.begin
+            known = self._saved.pop(chunk.stream, None)
+            stream = _Stream(chunk.stream, source, self._now(), known)
+            stream.before = known or StreamState(source, chunk.begin)
+            for other in self._streams.values():
+                if other.source == source:
+                    self._flush(other)  # rotated: what was open there comes before what is here
             self._streams[chunk.stream] = stream
             self.urgent = True  # from now on it can be found again
         before = self.failures
@@ -409,7 +409,7 @@ class Follower:
         identity, known = self._same(incident)
         version = (len(incident.reports) + incident.lines[1], incident.fatal)
         if known is None:
-            known = Known(incident.class_id, str(incident.phase), False, incident.stream)
+            known = Known(incident.class_id, str(incident.phase), False)
             self.known[identity] = known
             if len(self.known) > _KNOWN:
                 del self.known[next(iter(self.known))]
@@ -471,7 +471,7 @@ class Follower:
             return incident.id, known
         for identity in islice(reversed(self.known), _RECENT):
             known = self.known[identity]
-            if known.stream == incident.stream and known.reports & incident.reports:
+            if known.reports & incident.reports:
                 return identity, known
         return incident.id, None
 

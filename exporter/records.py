@@ -266,5 +266,4 @@ class Incident:
     advice: Advice
     excerpt: tuple[str, ...]
     lines: tuple[int, int]
-    stream: str = ""
-    reports: frozenset[int] = frozenset()  # lines that reported the failure
+    reports: frozenset[tuple[str, int]] = frozenset()  # stream and line of what reported the failure

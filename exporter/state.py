@@ -38,7 +38,7 @@ CREATE TABLE stream (target TEXT, name TEXT, source TEXT NOT NULL, token TEXT NO
     parser TEXT, counted_lines INTEGER NOT NULL, errors TEXT NOT NULL, seen REAL NOT NULL,
     PRIMARY KEY (target, name)) WITHOUT ROWID;
 CREATE TABLE incident (number INTEGER PRIMARY KEY, target TEXT NOT NULL, id TEXT NOT NULL, seen REAL NOT NULL,
-    class TEXT NOT NULL, phase TEXT NOT NULL, fatal INTEGER NOT NULL, stream TEXT NOT NULL, reports TEXT NOT NULL,
+    class TEXT NOT NULL, phase TEXT NOT NULL, fatal INTEGER NOT NULL, reports TEXT NOT NULL,
     document TEXT NOT NULL, UNIQUE (target, id));
 CREATE TABLE event (number INTEGER PRIMARY KEY, target TEXT NOT NULL, key TEXT NOT NULL, seen REAL NOT NULL,
     UNIQUE (target, key));
@@ -231,11 +231,11 @@ class Store:
             ],
         )  # fmt: skip
         db.executemany(
-            "INSERT INTO incident VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE"
+            "INSERT INTO incident VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE"
             " SET fatal = excluded.fatal, reports = excluded.reports, document = excluded.document",
             [
                 (
-                    status.name, one, now, known.class_id, known.phase, known.fatal, known.stream,
+                    status.name, one, now, known.class_id, known.phase, known.fatal,
                     _json(sorted(known.reports)), _json(document),
                 )
                 for one, document in follower.dirty.items()
@@ -293,9 +293,9 @@ def _load(db: sqlite3.Connection, follower: Follower) -> None:
     counts = _counts(raw)
     latest = {name: LastIncident(**one) for name, one in last.items()}
     known = {
-        one: Known(class_id, phase, bool(fatal), stream, frozenset(json.loads(reports)))
-        for one, class_id, phase, fatal, stream, reports in db.execute(
-            "SELECT id, class, phase, fatal, stream, reports FROM (SELECT * FROM incident WHERE target = ?"
+        one: Known(class_id, phase, bool(fatal), frozenset((str(s), int(n)) for s, n in json.loads(reports)))
+        for one, class_id, phase, fatal, reports in db.execute(
+            "SELECT id, class, phase, fatal, reports FROM (SELECT * FROM incident WHERE target = ?"
             " ORDER BY number DESC LIMIT ?) ORDER BY number",
             (status.name, KEPT_INCIDENTS),
         )

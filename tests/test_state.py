@@ -87,9 +87,9 @@ def shown(status: TargetStatus) -> dict[str, Any]:
     }
 
 
-def known(one: Follower) -> list[tuple[str, str, str, bool, str, frozenset[int]]]:
+def known(one: Follower) -> list[tuple[str, str, str, bool, frozenset[tuple[str, int]]]]:
     """Known incidents in their order, without what need not outlive the exporter."""
-    return [(i, k.class_id, k.phase, k.fatal, k.stream, k.reports) for i, k in one.known.items()]
+    return [(i, k.class_id, k.phase, k.fatal, k.reports) for i, k in one.known.items()]
 
 
 def asides(folder: Path) -> list[Path]:
@@ -196,16 +196,16 @@ class TestRoundTrip:
         """A later save of an incident turns it fatal and renews its document, and keeps its class and place."""
         one = follower()
         for identity in ("a", "b"):
-            one.known[identity] = Known("lora", "serving", False, "s", frozenset({1}))
+            one.known[identity] = Known("lora", "serving", False, frozenset({("s", 1)}))
             one.dirty[identity] = {"id": identity, "fatal": False}
         store.save(one)
-        one.known["a"] = Known("lora", "serving", True, "s", frozenset({1, 9}))
+        one.known["a"] = Known("lora", "serving", True, frozenset({("s", 1), ("s", 9)}))
         one.dirty["a"] = {"id": "a", "fatal": True}
         store.save(one)
         after = follower(store)
         assert known(after) == [
-            ("a", "lora", "serving", True, "s", frozenset({1, 9})),
-            ("b", "lora", "serving", False, "s", frozenset({1})),
+            ("a", "lora", "serving", True, frozenset({("s", 1), ("s", 9)})),
+            ("b", "lora", "serving", False, frozenset({("s", 1)})),
         ]
         assert store.incident(NAME, "a") == {"id": "a", "fatal": True}
 
@@ -559,7 +559,7 @@ class TestBounds:
     def many(one: Follower, first: int, count: int) -> None:
         """Incidents and events as if they had been seen."""
         for number in range(first, first + count):
-            one.known[f"i{number}"] = Known("lora", "serving", False, "s", frozenset({number}))
+            one.known[f"i{number}"] = Known("lora", "serving", False, frozenset({("s", number)}))
             one.dirty[f"i{number}"] = {"id": f"i{number}"}
             one.new_events[f"e{number}"] = 1.0 * number
             one.status.counts.incidents["lora", "serving"] += 1

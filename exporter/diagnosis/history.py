@@ -183,8 +183,7 @@ class History:
             advice=advise(case, shown, found, one),
             excerpt=excerpt(case),
             lines=case.lines(),
-            stream=case.stream,
-            reports=frozenset(failure.line for failure in case.failures),
+            reports=frozenset(case.reports),
         )
 
 

@@ -20,6 +20,7 @@ SETTLE_SECONDS = 1.0
 _SAME_TEXT_SECONDS = 10.0  # 0.13 repeats a failure up to 5 s after it
 _DUMP_SECONDS = 5.0
 _KEPT_WARNINGS = 256
+_KEPT_FAILURES = 1000
 _HANG_SECONDS = 900.0  # one rank fails, the others notice after execute_model's timeout (300 s)
 
 # Wordings that explain another one of the same failure, whichever comes first.
@@ -62,7 +63,7 @@ class Case:
     last_time: datetime | None = None
     settled: bool = False
     presumed_fatal: bool = False
-    stream: str = ""
+    reports: set[tuple[str, int]] = field(default_factory=set)  # stream and line
 
     @property
     def time(self) -> datetime | None:
@@ -321,7 +322,6 @@ class Incidents:
                 state_before=life.state,
                 asleep_before=life.asleep,
                 largest_step_before=life.largest_step,
-                stream=self.stream,
             )
             if self._dump and self._close(
                 next(iter(self._dump.values())).record, failure.record, _DUMP_SECONDS
@@ -329,7 +329,9 @@ class Incidents:
                 case.dump.update(self._dump)
             self._dump = {}
             self.cases.append(case)
-        case.failures.append(failure)
+        case.reports.add((self.stream, failure.line))
+        if len(case.failures) < _KEPT_FAILURES:
+            case.failures.append(failure)
         self._touch(case, failure.record)
         self._claim_warning(case, failure)
         if failure.kind in _DEVICE_KINDS:

@@ -445,8 +445,6 @@ class FileSource:
 
     def _find_copy(self, mark: Mark) -> Generation | None:
         """A file that holds what was truncated, opened. Only what was written since can be it."""
-        if mark.offset == mark.start:
-            return None
         copies = self._open_siblings(
             mark, lambda entry: _is_sibling(entry.path, mark.real) and entry.inode() != mark.inode
         )

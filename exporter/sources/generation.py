@@ -222,7 +222,9 @@ class Generation:
     def go_to(self, mark: Mark) -> None:
         """Go on from ``mark``, which fits. Raises ``OSError``."""
         self.stream, self.start, self.offset = mark.stream, mark.start, mark.offset
-        self.head = os.pread(self.fd, mark.fingerprint_length, mark.start)
+        # a mark at the beginning is recognised by bytes that are still to be given out
+        known = min(mark.fingerprint_length, mark.offset - mark.start)
+        self.head = os.pread(self.fd, known, mark.start)
         self.behind = self.last = os.pread(self.fd, mark.last_length, mark.offset - mark.last_length)
         self.modified, self.complete = mark.modified, -1
         self._hold(b"", mark.offset)

@@ -399,6 +399,10 @@ _AROUND = re.compile(
 )
 
 
+MAX_MESSAGE = 1 << 14
+"""Characters of a message that are read; torch's longest has 2,000."""
+
+
 def match(message: str) -> Recognised | None:
     """The memory failure that ``message`` reports, or None.
 
@@ -408,7 +412,7 @@ def match(message: str) -> Recognised | None:
     """
     start = _AROUND.match(message)
     assert start is not None
-    message = message[start.end() :]
+    message = message[start.end() : start.end() + MAX_MESSAGE]
     if _NONSENSE.search(message):
         return None
     first, newline, _ = message.partition("\n")
