@@ -41,6 +41,7 @@ EXIT_CRASHED = 1
 EXIT_CONFIG = 2
 
 _SAVE_SECONDS = 1.0
+_IDLE_SECONDS = 1.0
 _RETRY_SECONDS = 10.0  # after the state could not be written
 _STOP_SECONDS = 2.0
 _FIXED = ("listen", "state_dir", "web_config_file", "web_enable_lifecycle", "web_hide_excerpts", "classes")
@@ -193,7 +194,7 @@ class App:
         loop = asyncio.get_running_loop()
         save_at = loop.time() + _SAVE_SECONDS
         while True:
-            await asyncio.sleep(TICK)
+            await self._pause()
             self.status.alive = now = loop.time()
             for target in self._targets.values():
                 target.tick()
@@ -209,6 +210,15 @@ class App:
                     if target.follower.stale:
                         self._save(target)
             self._say_problems()
+
+    async def _pause(self) -> None:
+        """A tick; longer while nothing is under way, until something is read."""
+        targets = list(self._targets.values())
+        if self.status.ready and len(targets) == 1 and targets[0].follower.idle:
+            targets[0].awake.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(targets[0].awake.wait(), _IDLE_SECONDS)
+        await asyncio.sleep(TICK)
 
     def _say_problems(self) -> None:
         for target in self._targets.values():

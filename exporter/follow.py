@@ -339,6 +339,15 @@ class Follower:
             self._near_misses(quiet=True)
         self._advance()
 
+    @property
+    def idle(self) -> bool:
+        """Whether no tick can change anything before the next chunk."""
+        return (
+            self._silent_ticks > _SURVIVED_TICKS
+            and not (self._candidate or self._history.open or (self.changed and self._history.done))
+            and not any(one.open or one.aside < _ASIDE_TICKS for one in self._streams.values())
+        )
+
     def finish(self) -> None:
         """The input is finite and ended."""
         for stream in self._streams.values():

@@ -62,6 +62,8 @@ class Target:
         self._gone_since: float | None = None
         self._failures = 0
         self._failed_at = 0.0
+        self.awake = asyncio.Event()
+        """Something was read; whoever waits for it clears it."""
         self.ended = asyncio.Event()
         """Every source came to its end: only of standard input."""
         status.sources = [source.stats for source in sources]
@@ -74,6 +76,7 @@ class Target:
         follower, name = self.follower, source.stats.name
         async for chunk in source.chunks(follower.tokens(name)):
             follower.take(name, chunk, self._clocks.wall())
+            self.awake.set()
             if follower.urgent:
                 saved()
         self._running -= 1

@@ -55,6 +55,7 @@ DRAIN_SECONDS = 5.0
 """How long a file that was rotated away must be quiet, once the next one has data, to be done."""
 
 _MARKS = 2 * MAX_FOUND  # positions of files that are not open, kept so that none is read twice
+_MARKS_OF_INODE = 256  # every generation of a log that is copied and truncated has the same
 _RACY = 20_000_000  # ns; a directory may change again within one tick of its time stamp
 
 # app.log.1  app.log-20260730  0.log.20241010-132438  app.log.old
@@ -246,7 +247,7 @@ class FileSource:
         marks = self._past.pop(mark.inode, {})
         marks.pop(mark.stream, None)
         marks[mark.stream] = mark
-        while len(marks) > 16:
+        while len(marks) > _MARKS_OF_INODE:
             del marks[next(iter(marks))]
         self._past[mark.inode] = marks
         while len(self._past) > _MARKS:
