@@ -322,7 +322,14 @@ def _load(db: sqlite3.Connection, follower: Follower) -> None:
             (status.name,),
         )
     }
+    sources = {
+        name: (_number(errors), {kind: _number(times) for kind, times in rotations.items()})
+        for name, (errors, rotations) in rest["sources"].items()
+    }
     follower.restore(Checkpoint(streams, history), known, events)
+    for stats in status.sources:
+        if stats.name in sources:
+            stats.read_errors, stats.rotations = sources[stats.name]
     status.counts, status.last, status.incidents = counts, latest, incidents
     status.setting_changed.update(rest["setting_changed"])
     status.engines = rest["engines"]

@@ -20,7 +20,7 @@ from test_incident import dead, fatal, start, warning
 from exporter import state
 from exporter.diagnosis.knowledge import builtin_classes
 from exporter.follow import Checkpoint, Follower, Known, StreamState
-from exporter.sources.stream import Chunk
+from exporter.sources.stream import Chunk, SourceStats
 from exporter.state import FILE, KEPT_INCIDENTS, KEPT_SECONDS, StateError, Store
 from exporter.status import LastIncident, TargetStatus
 
@@ -126,6 +126,20 @@ class TestRoundTrip:
         assert known(after) == known(before)
         assert list(after.events) == list(before.events)
         assert after.events == before.events
+
+    def test_counters_of_sources(self, store: Store) -> None:
+        """Read errors and rotations go on from where they were; another source begins at zero."""
+        before = full()
+        rotations = {"rename": 3, "truncate": 2, "reopen": 1}
+        before.status.sources = [SourceStats("x", read_errors=7, rotations=rotations)]
+        store.save(before)
+        after = follower()
+        after.status.sources = [SourceStats("x"), SourceStats("y")]
+        store.load(after)
+        assert [(one.read_errors, one.rotations) for one in after.status.sources] == [
+            (7, rotations),
+            (0, {"rename": 0, "truncate": 0, "reopen": 0}),
+        ]
 
     def test_where_to_go_on(self, store: Store) -> None:
         """Every stream comes back with its token, its parser, its lines and what was counted of them."""
