@@ -201,14 +201,12 @@ class App:
             if not self.status.ready and all(target.opened for target in self._targets.values()):
                 self.status.ready = True
                 log.info("ready", targets=len(self._targets))
-            urgent = [target for target in self._targets.values() if target.follower.urgent]
-            for target in urgent:
-                self._save(target)
-            if now >= save_at:
+            due = now >= save_at
+            if due:
                 save_at = now + _SAVE_SECONDS
-                for target in self._targets.values():
-                    if target.follower.stale:
-                        self._save(target)
+            for target in self._targets.values():
+                if target.follower.urgent or (due and target.follower.stale):
+                    self._save(target)
             self._say_problems()
 
     async def _pause(self) -> None:

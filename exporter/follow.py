@@ -12,7 +12,6 @@ The same ``History`` as in ``analyze``, with three things a finite log does not 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -20,7 +19,7 @@ from itertools import islice
 from typing import Any
 
 from .diagnosis.engine import changed
-from .diagnosis.history import History
+from .diagnosis.history import History, short_hash
 from .diagnosis.knowledge import FailureClass
 from .document import incident_document, life_document
 from .records import Failure, Incident, Life, Record
@@ -35,6 +34,7 @@ TICK = 0.1
 """Seconds between two calls of ``Follower.tick``."""
 
 _RECORD_TICKS = 2  # a record is written at once; what follows later is another one
+_BUSY_RECORD_TICKS = 5  # while other lines go by
 _TERMINAL_TICKS = 3
 _SETTLE_TICKS = 10  # one second
 _SURVIVED_TICKS = 51  # five seconds: no failure of that allocation will be logged any more
@@ -45,10 +45,10 @@ _KNOWN = 10_000
 _UNSAVED = 1000  # documents kept while the state can't be written
 _NEAR_MISS = "near_miss"
 _RECENT = 100
-_KEPT_STREAMS = 4000  # of files that are done: without its token one that still matches is read again
+KEPT_STREAMS = 4000  # of files that are done: without its token one that still matches is read again
 # Access lines, of our own scrapes too, and "Engine 000: Avg prompt throughput: …" go on in a hang.
 _HEARTBEATS = frozenset({"uvicorn", "loggers.py", "metrics.py"})
-_SHOWN_INCIDENTS = 200
+SHOWN_INCIDENTS = 200
 _SHOWN_LIVES = 50
 _BANDS = {"insufficient": 0.25, "possible": 0.5, "probable": 0.8, "confirmed": 1.0}
 
@@ -87,30 +87,26 @@ class Checkpoint:
 class _Stream:
     """One stream being read."""
 
-    def __init__(self, name: str, source: str, latest: datetime, saved: StreamState | None) -> None:
+    def __init__(self, name: str, source: str, latest: datetime, before: StreamState) -> None:
         self.name = name
         self.source = source
+        self.before = before
+        """Where a restart goes on as long as no checkpoint knows the stream."""
         self.scanner = Scanner()
+        self.scanner.lines = before.lines
         self.framing = Framing()
         self.parser = LogParser(latest)
-        self.token = ""
-        self.before = StreamState(source)
-        """Where a restart goes on as long as no checkpoint knows the stream."""
-        self.counted_lines = 0
-        self.errors: set[int] = set()
+        if before.parser is not None:
+            self.parser.restore(before.parser)
+        self.token = before.token
+        self.counted_lines = before.counted_lines
+        self.errors = set(before.errors)
         self.ended = False
         self.quiet = 0  # ticks without a line worth parsing
         self.silent = 0  # ticks without any line
         self.given = False  # lines since the last look at open records
         self.live = False  # what comes now was written now
         self.aside = _ASIDE_TICKS  # ticks since the scanner kept lines aside
-        if saved is not None:
-            self.token = saved.token
-            self.scanner.lines = saved.lines
-            self.counted_lines = saved.counted_lines
-            self.errors = set(saved.errors)
-            if saved.parser is not None:
-                self.parser.restore(saved.parser)
 
     @property
     def open(self) -> bool:
@@ -221,15 +217,14 @@ class Follower:
         """Read the next lines of one stream. ``at``: seconds since the epoch."""
         stream = self._streams.get(chunk.stream)
         if stream is None:
-            known = self._saved.pop(chunk.stream, None)
-            stream = _Stream(chunk.stream, source, self._now(), known)
-            stream.before = known or StreamState(source, chunk.begin)
+            before = self._saved.pop(chunk.stream, None) or StreamState(source, chunk.begin)
+            stream = _Stream(chunk.stream, source, self._now(), before)
             for other in self._streams.values():
                 if other.source == source:
                     self._flush(other)  # rotated: what was open there comes before what is here
             self._streams[chunk.stream] = stream
             self.urgent = True  # from now on it can be found again
-        before = self.failures
+        failures = self.failures
         for data in _parts(chunk.data, stream.counted_lines - stream.scanner.lines):
             self._read(stream, data)
         stream.token = chunk.token
@@ -243,7 +238,7 @@ class Follower:
             self._bytes_since += len(chunk.data)
         self.changed = self.stale = True
         self._look(stream)
-        if self.failures != before:
+        if self.failures != failures:
             # by our clock: that of the log may be in another zone
             self._failed_at = at if stream.live else None
         self._update()
@@ -323,7 +318,9 @@ class Follower:
                 continue
             if stream.quiet >= _SETTLE_TICKS:
                 self._flush(stream)
-            elif stream.quiet >= _RECORD_TICKS and (stream.silent >= _RECORD_TICKS or stream.quiet >= 5):
+            elif stream.quiet >= _RECORD_TICKS and (
+                stream.silent >= _RECORD_TICKS or stream.quiet >= _BUSY_RECORD_TICKS
+            ):
                 self._records(stream, stream.parser.rest())
             self._update()
         if self._history.activity != self._activity:
@@ -344,8 +341,8 @@ class Follower:
         """Whether no tick can change anything before the next chunk."""
         return (
             self._silent_ticks > _SURVIVED_TICKS
-            and not (self._candidate or self._history.open or (self.changed and self._history.done))
-            and not any(one.open or one.aside < _ASIDE_TICKS for one in self._streams.values())
+            and not (self._candidate or self._history.open or self._undecided)
+            and not (self.changed and self._history.done)
         )
 
     def finish(self) -> None:
@@ -359,35 +356,41 @@ class Follower:
     def _advance(self) -> None:
         """Move the checkpoint to a moment two seconds ago, if nothing was open then or since."""
         self._ticks_since_candidate += 1
-        forced = self._bytes_since > _REPLAY_BYTES
-        undecided = any(s.open or s.aside < _ASIDE_TICKS for s in self._streams.values())
-        if not forced and (undecided or not self._history.done):
+        if self._bytes_since > _REPLAY_BYTES:
+            self._keep(self._moment())  # whatever is open: a restart must not read for ever
+            self._next_candidate(None)
+        elif self._undecided or not self._history.done:
             self._candidate = None
-            return
-        if forced:
-            self._candidate = self._moment()
-            self._ticks_since_candidate = _CHECKPOINT_TICKS
-        if not self.changed and self._candidate is None:
-            return
-        if self._candidate is not None and self._ticks_since_candidate < _CHECKPOINT_TICKS:
-            return
-        if self._candidate is not None:
-            self.checkpoint = self._candidate
-            self.stale = True
-            for name, state in self._candidate.streams.items():
-                if (stream := self._streams.get(name)) is not None:
-                    stream.errors = {n for n in stream.errors if n > state.lines}
-            for name in [n for n, s in self._streams.items() if s.ended and n in self._candidate.streams]:
-                del self._streams[name]
-                self._ended[name] = self._saved[name] = replace(self._candidate.streams[name], parser=None)
-                if len(self._saved) > _KEPT_STREAMS:
-                    del self._saved[next(iter(self._saved))]
-        self._candidate = None
-        if self.changed and not forced:
-            self._candidate = self._moment()
-        self._bytes_since = 0
+        elif self._candidate is None:
+            if self.changed:
+                self._next_candidate(self._moment())
+        elif self._ticks_since_candidate >= _CHECKPOINT_TICKS:
+            self._keep(self._candidate)
+            self._next_candidate(self._moment() if self.changed else None)
+
+    def _next_candidate(self, candidate: Checkpoint | None) -> None:
+        self._candidate = candidate
+        self._ticks_since_candidate = self._bytes_since = 0
         self.changed = False
-        self._ticks_since_candidate = 0
+
+    def _keep(self, checkpoint: Checkpoint) -> None:
+        """A restart goes on from ``checkpoint``; forget what only mattered before it."""
+        self.checkpoint = checkpoint
+        self.stale = True
+        for name, state in checkpoint.streams.items():
+            if (stream := self._streams.get(name)) is None:
+                continue
+            stream.errors = {n for n in stream.errors if n > state.lines}
+            if stream.ended:
+                del self._streams[name]
+                self._ended[name] = self._saved[name] = replace(state, parser=None)
+                if len(self._saved) > KEPT_STREAMS:
+                    del self._saved[next(iter(self._saved))]
+
+    @property
+    def _undecided(self) -> bool:
+        """Whether lines that were read may still become part of something."""
+        return any(one.open or one.aside < _ASIDE_TICKS for one in self._streams.values())
 
     def _moment(self) -> Checkpoint:
         streams = {name: stream.state() for name, stream in self._streams.items()}
@@ -468,7 +471,7 @@ class Follower:
                 incidents[at] = shown
                 return
         incidents.insert(0, shown)
-        del incidents[_SHOWN_INCIDENTS:]
+        del incidents[SHOWN_INCIDENTS:]
 
     def _same(self, incident: Incident) -> tuple[str, Known | None]:
         """Identity of the incident, and what was counted of it already.
@@ -517,7 +520,7 @@ class Follower:
 
     def _once(self, kind: str, *parts: object) -> bool:
         """Whether this is seen for the first time, also by a former process."""
-        key = kind + ":" + hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:12]
+        key = f"{kind}:{short_hash(*parts)}"
         if key in self.events:
             return False
         when = self._now().timestamp()

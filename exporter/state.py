@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from .follow import Checkpoint, Follower, Known, StreamState
+from .follow import KEPT_STREAMS, SHOWN_INCIDENTS, Checkpoint, Follower, Known, StreamState
 from .status import Counts, LastIncident, TargetStatus
 from .vllm.log import LogParser
 
@@ -28,7 +28,6 @@ MIGRATIONS: Mapping[int, str] = {}
 FILE = "state.sqlite3"
 KEPT_INCIDENTS = 10_000
 KEPT_SECONDS = 400 * 86_400
-_KEPT_STREAMS = 4000
 _APPLICATION_ID = 0x564C4F4D  # "VLOM": tells our files from others
 
 _TABLES = """
@@ -253,7 +252,7 @@ class Store:
         for table, kept, order in (
             ("incident", KEPT_INCIDENTS, "number"),
             ("event", KEPT_INCIDENTS, "number"),
-            ("stream", _KEPT_STREAMS, "seen"),
+            ("stream", KEPT_STREAMS, "seen"),
         ):
             db.execute(f"DELETE FROM {table} WHERE seen < ?", (time.time() - KEPT_SECONDS,))  # noqa: S608 - our names
             db.execute(
@@ -303,7 +302,8 @@ def _load(db: sqlite3.Connection, follower: Follower) -> None:
     incidents = [
         dict(json.loads(text))
         for (text,) in db.execute(
-            "SELECT document FROM incident WHERE target = ? ORDER BY number DESC LIMIT 200", (status.name,)
+            "SELECT document FROM incident WHERE target = ? ORDER BY number DESC LIMIT ?",
+            (status.name, SHOWN_INCIDENTS),
         )
     ]
     events = dict(

@@ -792,7 +792,7 @@ class TestBounds:
 
     def test_files(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Files that come and go leave a bounded number of positions behind, the newest."""
-        monkeypatch.setattr(follow, "_KEPT_STREAMS", 1000)
+        monkeypatch.setattr(follow, "KEPT_STREAMS", 1000)
         feed = Feed()
         for number in range(1200):
             feed.one.take(SOURCE, Chunk(f"s{number}", b"a\n", "2", ended=True), 0.0)

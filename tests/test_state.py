@@ -641,7 +641,7 @@ class TestBounds:
 
     def test_streams(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of streams that are no longer read the newest stay, and all that are read."""
-        monkeypatch.setattr(state, "_KEPT_STREAMS", 1000)
+        monkeypatch.setattr(state, "KEPT_STREAMS", 1000)
         clock = [1_800_000_000.0]
         monkeypatch.setattr("time.time", lambda: clock[0])
         for name in range(1100):

@@ -11,7 +11,6 @@ from typing import Any
 from ..records import Dump, Iteration, Life, LifeMark, MemoryParts, Record, Settings, Signal
 
 _DEAD = ("dead", "stopped")
-_NUMBERED = re.compile(r"[_ ]?\d+$")
 
 
 def version_number(version: object) -> float | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ..records import Facts, Life, NearMiss
+from ..vllm.scheduler_dump import merge
 from .arithmetic import step_row, vocabulary_rows
 from .engine import budget, step_limit, version_number
 from .incident import Case
@@ -31,10 +32,7 @@ def facts(case: Case) -> Facts:
                 result.setdefault(name, failure.facts[name])
     worst = case.worst().facts
     result.update({name: worst[name] for name in _SHOWN if name in worst})
-    dumped: Facts = {}
-    for part in ("output", "stats"):
-        if part in case.dump:
-            dumped.update(case.dump[part].facts)
+    dumped = merge({part: case.dump[part].facts for part in ("output", "stats") if part in case.dump})
     result.update({name: dumped[name] for name in _DUMPED if name in dumped})
     version = case.life.vllm_version
     if version is None and "config" in case.dump:

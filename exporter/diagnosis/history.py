@@ -202,5 +202,9 @@ def _identity(case: Case) -> str:
     """
     first = case.first
     record = first.record
-    parts = (str(record.time), record.process, str(record.pid), first.kind, first.shown, str(first.line))
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+    return short_hash(record.time, record.process, record.pid, first.kind, first.shown, first.line)
+
+
+def short_hash(*parts: object) -> str:
+    """Twelve hexadecimal digits that stand for ``parts``, the same in every process."""
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:12]
