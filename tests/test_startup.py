@@ -261,6 +261,22 @@ VALUES: dict[str, tuple[str, dict[str, object]]] = {
             "kv_connector": False,
         },
     ),
+    "arguments-with-drafts": (
+        "non-default args: {'chat_template': 'num_speculative_tokens: 9', 'max_num_seqs': 8, "
+        "'speculative_config': {'method': 'eagle3', 'num_speculative_tokens': 5}}",
+        {"max_num_seqs": 8, "speculative_decoding": True, "num_speculative_tokens": 5},
+    ),
+    "engine-with-drafts": (
+        "Initializing a V1 LLM engine (v0.32.0) with config: model='acme/acme-9b', "
+        "speculative_config=SpeculativeConfig(method='eagle3', num_spec_tokens=5), max_seq_len=8192",
+        {
+            "vllm_version": "0.32.0",
+            "model": "acme/acme-9b",
+            "max_model_len": 8192,
+            "speculative_decoding": True,
+            "num_speculative_tokens": 5,
+        },
+    ),
     "arguments-with-objects": (
         "non-default args: {'model': 'acme/acme-9b', 'compilation_config': CompilationConfig(level=3), "
         "'max_num_batched_tokens': 12288, 'enforce_eager': True}",

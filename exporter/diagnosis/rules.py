@@ -119,8 +119,10 @@ ADVICE_NUMBERS = (
     "previous_budget_tokens",
     "lower_max_num_seqs",
     "raised_budget_tokens",
+    "pairing_flags",
+    "pairing",
 )
-"""Numbers that diagnosis/advice.py computes for the templates of remedies."""
+"""Numbers, and the words that go with a smaller step, which diagnosis/advice.py finds for remedies."""
 
 EFFECTS = ("fixes", "helps", "depends")
 STATUSES = ("stable", "experimental")
@@ -211,7 +213,7 @@ def _passes(test: object, value: object) -> bool:
     if isinstance(test, list):
         return any(_passes(one, value) for one in test)
     if isinstance(test, str) and test[:1] in "<>":
-        return isinstance(value, int | float) and compare(test, float(value))
+        return isinstance(value, int | float) and compare(test, value)
     return value == test
 
 

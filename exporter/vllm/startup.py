@@ -63,6 +63,9 @@ _CONFIG_FIELD = re.compile(
 _VERSION_IN_CONFIG = re.compile(r"LLM engine \(v([\w.+!-]{1,64})\)")
 _MODEL_IN_CONFIG = re.compile(r"with config: model='([^']{1,400})'")
 _MODEL = re.compile(r"[\w./:@+ -]{1,120}")
+_DRAFT_TOKENS = re.compile(
+    r"\bspeculative_config=SpeculativeConfig\([^()]{0,400}\bnum_spec_tokens=(\d{1,4})(?!\d)"
+)
 
 
 def safe_model(name: object) -> str | None:
@@ -126,6 +129,9 @@ def _dict_args(record: Record, match: re.Match[str]) -> Iterator[Signal]:
         model = safe_model(model.strip("'\"") if isinstance(model, str) else model)
         if model:
             values["model"] = model
+        drafts = raw.get("speculative_config")
+        if isinstance(drafts, dict) and isinstance(number := drafts.get("num_speculative_tokens"), int):
+            values["num_speculative_tokens"] = number
     yield LifeMark("start", record)
     if values:
         yield Settings(values, record)
@@ -156,6 +162,8 @@ def _engine(record: Record, _: re.Match[str]) -> Iterator[Signal]:
     """
     yield LifeMark("engine", record)
     values = dict(_fields(record.head))
+    if (drafts := _DRAFT_TOKENS.search(record.head)) is not None:
+        values["num_speculative_tokens"] = int(drafts[1])
     if (version := _VERSION_IN_CONFIG.search(record.head)) is not None:
         values["vllm_version"] = version[1]
     if (model := _MODEL_IN_CONFIG.search(record.head)) and (name := safe_model(model[1])):
