@@ -16,9 +16,11 @@ import pytest
 from exporter.sources import files
 from exporter.sources.files import FileSource
 from exporter.sources.framing import MAX_LINE
+from exporter.sources.generation import Generation, open_generation
+from exporter.sources.matching import expand, matches
 from exporter.sources.scan import BLOCK
 from exporter.sources.stream import Chunk, SourceStats
-from exporter.sources.waker import DirectoryWaker
+from exporter.sources.waker import DirectoryWaker, InotifyWatch, StepWatch
 
 pytestmark = pytest.mark.asyncio
 
@@ -96,6 +98,14 @@ class Tail:
         for chunk in self.chunks:
             found[chunk.stream] = found.get(chunk.stream, b"") + chunk.data
         return found
+
+    @property
+    def in_a_row(self) -> bool:
+        """Whether every stream says, with each chunk, that it follows the one before it here."""
+        names = [*self.streams]
+        said = {(chunk.stream, chunk.follows) for chunk in self.chunks}
+        before = next(one.follows for one in self.chunks if one.stream == names[0])
+        return said == set(zip(names, [before, *names], strict=False))
 
     @property
     def ended(self) -> set[str]:
@@ -272,6 +282,29 @@ async def test_the_wait_is_never_longer_than_a_second(follow: Follow, tmp_path: 
         assert max(tail.hand.timeouts) <= 1.0
 
 
+async def test_what_a_glob_matches(tmp_path: Path) -> None:
+    """A path matches a pattern exactly where a look at the file system finds it by that pattern."""
+    paths = ["a.log", ".a.log", "b/a.log", "b/.c/a.log", ".b/a.log", "b/c/a.log", "b/c/d/a.txt"]
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    for glob in (
+        "a.log",
+        "*.log",
+        ".*.log",
+        "*/a.log",
+        "**/a.log",
+        "**/*",
+        "b/**",
+        "?/*/*.log",
+        ".b/*",
+        "b/**/d/*",
+    ):
+        pattern = str(tmp_path / glob)
+        found = set(expand(pattern).files)
+        assert {str(tmp_path / one) for one in paths if matches(pattern, str(tmp_path / one))} == found, glob
+
+
 async def test_names_with_brackets_are_taken_as_they_are(follow: Follow, tmp_path: Path) -> None:
     """A path that exists is that file, even if it could be read as a pattern."""
     log = tmp_path / "vllm[0].log"
@@ -344,6 +377,7 @@ async def test_rename_drains_the_old_file_first(follow: Follow, tmp_path: Path) 
     assert tail.streams[first] == b"one\ntwo\nthree\nthe rest without a newline"
     assert tail.streams[second] == b"four\n"
     assert tail.ended == {first}
+    assert tail.in_a_row
     assert tail.stats.lag_bytes == 0
 
 
@@ -378,6 +412,7 @@ async def test_rename_under_a_glob_that_matches_both_names(follow: Follow, tmp_p
     await tail.look(DRAINED)
     assert tail.text == b"a\nb\nc\nd\n"
     assert tail.rotations == (3, 0, 0)
+    assert tail.in_a_row
     assert len(tail.ended) == 3
 
 
@@ -392,6 +427,7 @@ async def test_two_renames_between_two_looks(follow: Follow, tmp_path: Path) -> 
     log.write_bytes(b"c\n")
     await tail.look()
     assert tail.text == b"a\nb\nc\n"
+    assert tail.in_a_row
     assert tail.rotations == (2, 0, 0)
 
 
@@ -405,6 +441,7 @@ async def test_truncation_by_size(follow: Follow, tmp_path: Path) -> None:
     first, second = tail.streams
     assert tail.streams == {first: b"one\ntwo\nhalf", second: b"new\n"}
     assert tail.ended == {first}
+    assert tail.in_a_row
     assert tail.rotations == (0, 1, 0)
 
 
@@ -455,6 +492,7 @@ async def test_the_same_first_bytes_make_another_stream(follow: Follow, tmp_path
         await tail.look()
     assert list(tail.streams.values()) == [b"start\none\n", b"start\n", b"start\n", b"start\n"]
     assert tail.rotations == (0, 3, 0)
+    assert tail.in_a_row
 
 
 async def test_a_hole_after_truncation_is_skipped(follow: Follow, tmp_path: Path) -> None:
@@ -488,6 +526,7 @@ async def test_the_rest_of_a_truncated_file_is_found_in_its_copy(follow: Follow,
     assert tail.streams == {first: numbered(0, 150) + b"half", second: numbered(900, 300)}
     assert tail.text == numbered(0, 150) + b"half" + numbered(900, 300)
     assert tail.ended == {first}
+    assert tail.in_a_row
     assert tail.rotations == (0, 1, 0)
 
 
@@ -527,6 +566,7 @@ async def test_delete_and_recreate(follow: Follow, tmp_path: Path) -> None:
     first, second = tail.streams
     assert tail.streams == {first: b"one\ntwo\nhalf", second: b"three\n"}
     assert tail.ended == {first}
+    assert tail.in_a_row
     assert tail.rotations == (0, 0, 1)
 
 
@@ -540,6 +580,7 @@ async def test_recreation_after_the_end(follow: Follow, tmp_path: Path) -> None:
     assert len(tail.ended) == 1
     log.write_bytes(b"one\n")  # the inode is free to be used again
     await tail.look()
+    assert tail.in_a_row
     assert list(tail.streams.values()) == [b"one\n", b"one\n"]
     assert sum(tail.rotations) == 1
 
@@ -635,11 +676,76 @@ async def test_a_rename_during_a_stop_is_found_by_its_inode(follow: Follow, tmp_
     await tail.look(DRAINED)
     assert list(tail.streams.values()) == [b"two\nhalf", b"three\n", b"four\n"]
     assert next(iter(tail.streams)) in tokens
+    assert tail.in_a_row
     assert len(tail.ended) == 2
     again = await follow(log, await tail.stop())
     await again.look(DRAINED)
     assert again.text == b""
     assert again.rotations == (0, 0, 0)
+
+
+@pytest.mark.parametrize("pattern", ["vllm.log", "*.log", "**/vllm.log"])
+async def test_a_rename_during_a_stop_without_a_successor(
+    follow: Follow, tmp_path: Path, pattern: str
+) -> None:
+    """A log that was renamed is read to its end though nothing took its place, and so are those after it."""
+    log = tmp_path / "vllm.log"
+    log.write_bytes(b"one\n")
+    tokens = await (await follow(tmp_path / pattern)).stop()
+    add(log, b"two\n")
+    log.rename(tmp_path / "vllm.log.2")
+    (tmp_path / "vllm.log.1").write_bytes(b"three\n")
+    tail = await follow(tmp_path / pattern, tokens)
+    assert (tail.text, tail.rotations, tail.problem()) == (b"two\nthree\n", (1, 0, 0), None)
+    log.write_bytes(b"four\n")
+    await tail.look(RESCAN)
+    assert (tail.text, tail.rotations) == (b"two\nthree\nfour\n", (2, 0, 0))
+    assert tail.in_a_row
+
+
+async def test_a_directory_that_never_rests(
+    follow: Follow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was rotated during a stop is found though the directory changes with every file that is opened."""
+    log = tmp_path / "vllm.log"
+    log.write_bytes(numbered(0, 1))
+    tokens = await (await follow(log)).stop()
+    for number in range(9):
+        log.rename(tmp_path / f"vllm.log.{number}")
+        log.write_bytes(numbered(number + 1, 1))
+        os.utime(log, ns=(0, (tmp_path / f"vllm.log.{number}").stat().st_mtime_ns + 1000))
+
+    def busy(path: str) -> Generation | None:
+        (tmp_path / "other").mkdir(exist_ok=True)
+        (tmp_path / "other").rmdir()
+        return open_generation(path)
+
+    monkeypatch.setattr(files, "open_generation", busy)
+    tail = await follow(log, tokens)
+    assert tail.text == numbered(1, 9)
+    assert tail.in_a_row
+
+
+async def test_logs_of_another_source_are_left_alone(follow: Follow, tmp_path: Path) -> None:
+    """A position of a path that is not asked for any more does not bring its file back."""
+    log = tmp_path / "vllm.log"
+    log.write_bytes(b"one\n")
+    tokens = await (await follow(log)).stop()
+    add(log, b"two\n")
+    log.rename(tmp_path / "vllm.log.1")
+    assert (await follow(tmp_path / "other.log", tokens)).chunks == []
+
+
+async def test_a_source_that_is_written_another_way(follow: Follow, tmp_path: Path) -> None:
+    """A path that becomes a glob, or the other way round, goes on where it was read to."""
+    log = tmp_path / "vllm.log"
+    log.write_bytes(b"one\n")
+    tokens = await (await follow(log)).stop()
+    add(log, b"two\n")
+    tail = await follow(tmp_path / "*.log", tokens)
+    assert (tail.text, set(tail.streams)) == (b"two\n", set(tokens))
+    add(log, b"three\n")
+    assert (await follow(log, await tail.stop())).text == b"three\n"
 
 
 async def test_a_rename_during_a_stop_under_a_glob(follow: Follow, tmp_path: Path) -> None:
@@ -654,6 +760,7 @@ async def test_a_rename_during_a_stop_under_a_glob(follow: Follow, tmp_path: Pat
     tail = await follow(tmp_path / "*.log*", tokens)
     assert tail.text == b"two\nthree\nfour\n"
     assert next(iter(tail.streams)) in tokens
+    assert tail.in_a_row
     assert tail.rotations[0] >= 1
 
 
@@ -671,6 +778,7 @@ async def test_a_kill_while_draining(follow: Follow, tmp_path: Path) -> None:
     tail = await follow(log, tokens)
     assert tail.text == b"late\nthree\n"
     assert set(tail.streams) == set(tokens)
+    assert tail.in_a_row
     assert tail.rotations == (0, 0, 0)
 
 
@@ -686,6 +794,7 @@ async def test_copytruncate_during_a_stop(follow: Follow, tmp_path: Path) -> Non
         tail = await follow(tmp_path / pattern, tokens)
         assert list(tail.streams.values()) == [numbered(100, 20), numbered(500, 300)]
         assert next(iter(tail.streams)) in tokens
+        assert tail.in_a_row
         assert tail.rotations == (0, 1, 0)
         await tail.stop()
         (tmp_path / "vllm.log.1").unlink()
@@ -702,6 +811,7 @@ async def test_an_inode_that_is_used_again_is_another_stream(follow: Follow, tmp
     tail = await follow(log, tokens)
     assert tail.text == b"another\n"
     assert set(tail.streams) != set(tokens)
+    assert [chunk.follows for chunk in tail.chunks] == list(tokens)
     assert tail.rotations == ((0, 1, 0) if log.stat().st_ino == inode else (0, 0, 1))
 
 
@@ -853,10 +963,19 @@ async def test_everything_is_closed_at_the_end(follow: Follow, tmp_path: Path) -
 # --- the hint -----------------------------------------------------------------------------
 
 
-async def test_a_write_wakes(tmp_path: Path) -> None:
+@pytest.fixture(params=[InotifyWatch, StepWatch])
+def watch(request: pytest.FixtureRequest) -> type[InotifyWatch | StepWatch]:
+    """Both ways to be told of changes."""
+    if request.param is InotifyWatch and sys.platform != "linux":
+        pytest.skip("inotify is part of Linux")
+    kind: type[InotifyWatch | StepWatch] = request.param
+    return kind
+
+
+async def test_a_write_wakes(tmp_path: Path, watch: type[InotifyWatch | StepWatch]) -> None:
     """A write, a new file and a new directory to watch end a wait that would last for minutes."""
     watched = [str(tmp_path)]
-    waker = DirectoryWaker(lambda: watched)
+    waker = DirectoryWaker(lambda: watched, watch)
     log = tmp_path / "vllm.log"
     try:
         async with asyncio.timeout(20):
@@ -875,13 +994,54 @@ async def test_a_write_wakes(tmp_path: Path) -> None:
         waker.close()
 
 
-async def test_without_a_hint_the_wait_is_short(tmp_path: Path) -> None:
+async def test_without_a_hint_the_wait_is_short(
+    tmp_path: Path, watch: type[InotifyWatch | StepWatch]
+) -> None:
     """Where nothing can be watched, every wait still ends, soon and without an error."""
-    waker = DirectoryWaker(lambda: [str(tmp_path / "missing")])
+    waker = DirectoryWaker(lambda: [str(tmp_path / "missing")], watch)
     async with asyncio.timeout(20):
         for _ in range(3):
             await waker.wait(600)
     waker.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="inotify is part of Linux")
+async def test_a_directory_that_went_away_is_watched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its directory a waker looks often, and sees writes to the next one of that name."""
+    monkeypatch.setattr(DirectoryWaker, "RETRY_SECONDS", 0.0)
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    waker = DirectoryWaker(lambda: [str(logs)])
+    async with asyncio.timeout(20):
+        await waker.wait(600)  # the watch has begun
+        for gone in (logs.rmdir, lambda: logs.rename(tmp_path / "old")):
+            gone()
+            for _ in range(3):
+                await waker.wait(600)
+            logs.mkdir()
+            await waker.wait(600)
+            await waker.wait(1)
+            (logs / "vllm.log").write_bytes(b"one\n")
+            await waker.wait(600)
+            (logs / "vllm.log").unlink()
+    waker.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="inotify is part of Linux")
+async def test_a_busy_log_is_looked_at_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often a log is written to, the next look waits for the pause; and nothing stays open."""
+    monkeypatch.setattr(InotifyWatch, "PAUSE_SECONDS", 60.0)
+    before = sorted(Path("/proc/self/fd").iterdir())
+    woken: list[str] = []
+    watching = InotifyWatch([str(tmp_path)], lambda: woken.append("change"), lambda: woken.append("lost"))
+    for number in range(1, 101):
+        (tmp_path / "vllm.log").write_bytes(b"x" * number)
+        await asyncio.sleep(0)
+    assert woken == ["change", "change"]  # what was before, and the first write
+    watching.close()
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
 
 
 # --- under load ---------------------------------------------------------------------------
