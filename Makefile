@@ -21,19 +21,20 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
-# promtool comes with Prometheus
+# promtool comes with Prometheus, amtool with Alertmanager
 unit: $(VENV)/.dev
-	command -v promtool || { apt-get update && apt-get install -y --no-install-recommends prometheus; }
+	command -v promtool && command -v prometheus-alertmanager || { apt-get update && apt-get install -y --no-install-recommends prometheus prometheus-alertmanager; }
 	$(BIN)/pytest
 
 # Rewrites the golden files. Read the difference before you commit it.
 golden: $(VENV)/.dev
-	$(BIN)/pytest tests/test_cli.py tests/test_metrics.py --renew-golden
+	$(BIN)/pytest tests/test_cli.py tests/test_metrics.py tests/test_notify.py --renew-golden
 
 bench: $(VENV)/.dev
 	command -v mtail && command -v rg || { apt-get update && apt-get install -y mtail ripgrep; }
 	$(BIN)/python tests/bench/scan.py
 	$(BIN)/python tests/bench/exposition.py
+	$(BIN)/python tests/bench/page.py
 
 clean:
 	rm -rf $(VENV) dist build

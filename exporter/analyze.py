@@ -10,7 +10,7 @@ from .diagnosis.history import History
 from .diagnosis.knowledge import FailureClass
 from .sources.framing import Framing
 from .sources.logfile import STDIN, InputError, blocks, latest_time
-from .sources.scan import Scanner
+from .sources.scan import Given, Scanner
 from .vllm.log import LogParser
 
 
@@ -45,9 +45,9 @@ class Reader:
             self._history.feed_all(self._parser.feed(line))
         self._history.feed_all(self._parser.flush())
 
-    def _lines(self, lines: Iterable[tuple[int, bytes]]) -> None:
-        for number, raw in lines:
-            for line in self._framing.feed(number, raw):
+    def _lines(self, lines: Iterable[Given]) -> None:
+        for number, raw, traffic in lines:
+            for line in self._framing.feed(number, raw, traffic):
                 self._history.feed_all(self._parser.feed(line))
 
     @property

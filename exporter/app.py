@@ -21,8 +21,11 @@ from aiohttp import web
 
 from . import logs
 from .config import KUBERNETES, STDIN, Config, ConfigError, TargetConfig
+from .device import Devices
 from .diagnosis.knowledge import FailureClass
 from .follow import TICK
+from .notify.alerts import Links
+from .notify.outlets import Outlets, whose
 from .scrape import open_session
 from .sources.files import FileSource
 from .sources.kube_client import KubeError
@@ -45,6 +48,8 @@ _IDLE_SECONDS = 1.0
 _RETRY_SECONDS = 10.0  # after the state could not be written
 _STOP_SECONDS = 2.0
 _FIXED = ("listen", "state_dir", "web_config_file", "web_enable_lifecycle", "web_hide_excerpts", "classes")
+
+_OF_EVERY_TARGET = ("scrape_interval", "web_external_url", "runbook_url")
 
 log = structlog.get_logger(__name__)
 
@@ -71,6 +76,8 @@ class App:
         self._stop = asyncio.Event()
         self._crash: BaseException | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._devices = Devices()
+        self._outlets: Outlets | None = None
         self.bound: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
         """Where it listens, as soon as it does: the port may have been 0."""
 
@@ -80,9 +87,10 @@ class App:
         self._session = open_session()
         runner: web.AppRunner | None = None
         try:
-            if self._config.alertmanager_url:
-                log.warning("alertmanager_url is not used yet: alert from the metrics")
             self._open_store()
+            self._outlets = Outlets(self.status, self._session, lambda job: self._supervise("", job))
+            self._outlets.use(self._config.alertmanager_url)
+            self._outlets.use_events(os.environ)
             for one in self._config.targets:
                 self._add(self._build(one))
             runner = await self._listen()
@@ -135,9 +143,11 @@ class App:
             reload=self.reload,
             enable_lifecycle=config.web_enable_lifecycle,
             hide_excerpts=config.web_hide_excerpts,
+            stored=self._stored,
+            listed=self._listed,
         )
         try:
-            runner = await serve(app, str(config.listen), config.web_config_file)
+            runner = await serve(app, *config.listen, config.web_config_file)
         except WebConfigError as error:
             raise StartError("\n".join(error.problems)) from error
         except OSError as error:
@@ -149,14 +159,27 @@ class App:
         log.info("listening", address=f"{runner.addresses[0][0]}:{runner.addresses[0][1]}")
         return runner
 
+    def _stored(self, target: str, identity: str) -> dict[str, object] | None:
+        return None if self._store is None else self._store.incident(target, identity)
+
+    def _listed(self, target: str, skip: int, most: int) -> tuple[list[dict[str, object]], int]:
+        return ([], 0) if self._store is None else self._store.incidents(target, skip, most)
+
     def _build(self, config: TargetConfig) -> Target:
         """A target that does nothing yet. Raises ``StartError`` where it never could."""
         assert self._session is not None
+        assert self._outlets is not None
         status = TargetStatus(config.name, dict(config.labels))
         sources = [_open_source(one) for one in config.log]
         interval = self._config.scrape_interval
         try:
-            return Target(config, status, sources, self._classes, self._session, interval)
+            # of several servers nobody knows whose device is whose
+            devices = self._devices if len(self._config.targets) == 1 else None
+            return Target(
+                config, status, sources, self._classes, self._session, interval, devices=devices,
+                outlets=self._outlets.open, labels=whose(config, os.environ, self._config.listen.port),
+                links=Links(self._config.web_external_url, self._config.runbook_url),
+            )  # fmt: skip
         except ValueError as error:
             raise StartError(f"vllm_url of {config.name}: {error}") from error
 
@@ -167,6 +190,8 @@ class App:
                 self._store.load(target.follower)
             except StateError as error:
                 self._state_failed(error)
+        target.alerts.resumed = target.follower.checkpoint is not None
+        target.alerts.adopt()
         self._targets[target.config.name] = target
         self.status.targets = [one.status for one in self._targets.values()]
 
@@ -174,11 +199,12 @@ class App:
         for job in target.jobs(lambda: self._save(target)):
             self._supervise(target.config.name, job)
 
-    def _supervise(self, owner: str, job: Coroutine[Any, Any, None]) -> None:
+    def _supervise(self, owner: str, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run ``job``; an exception in it ends the process."""
         task = asyncio.get_running_loop().create_task(job)
         self._tasks.setdefault(owner, []).append(task)
         task.add_done_callback(lambda done: self._done(owner, done))
+        return task
 
     def _done(self, owner: str, task: asyncio.Task[None]) -> None:
         if task in self._tasks.get(owner, []):
@@ -280,7 +306,7 @@ class App:
             if getattr(new, name) != getattr(self._config, name):
                 return f"{name} can't change while running; restart to change it"
         wanted = {one.name: one for one in new.targets}
-        again = new.scrape_interval != self._config.scrape_interval
+        again = any(getattr(new, one) != getattr(self._config, one) for one in _OF_EVERY_TARGET)
         stdin = {one.name for one in self._config.targets if STDIN in one.log}
         if any(one not in wanted or again or wanted[one] != self._targets[one].config for one in stdin):
             return "the target that reads standard input can't change while running; restart to change it"
@@ -297,6 +323,10 @@ class App:
             self._config = old
             return str(error)
         logs.configure(new.log_level, new.log_format)
+        assert self._outlets is not None
+        self._outlets.use(new.alertmanager_url)
+        for target in self._targets.values():
+            target.alerts.adopt()
         for name, target in list(self._targets.items()):
             if again or wanted.get(name) != target.config:
                 self._remove(name, target)
@@ -310,6 +340,7 @@ class App:
         for task in self._tasks.pop(name, []):
             task.cancel()
         self._save(target)
+        target.alerts.release()
         del self._targets[name]
 
     # --- stopping -------------------------------------------------------------------------------
@@ -318,6 +349,8 @@ class App:
         tasks = [task for owned in self._tasks.values() for task in owned]
         for task in tasks:
             task.cancel()
+        if self._outlets is not None:
+            await self._outlets.flush()
         if tasks:
             await asyncio.wait(tasks, timeout=_STOP_SECONDS)
         self._retry_at = 0.0

@@ -82,6 +82,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_options(check)
     check.set_defaults(command=_check)
 
+    test_page = commands.add_parser(
+        "test-page",
+        help="send a marked test alert to every Alertmanager",
+        description="Send an alert that takes the way of a page, marked as a test, to every Alertmanager of the "
+        "configuration, and say what came back. Exit code: 0 all took it, 1 not all, 2 usage.",
+    )
+    _add_options(test_page, "alertmanager_url")
+    test_page.set_defaults(command=_test_page)
+
     explain = commands.add_parser(
         "explain",
         help="what a class of failure is and what to do about it",
@@ -92,11 +101,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
+def _add_options(parser: argparse.ArgumentParser, *only: str) -> None:
     from .config import options
 
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file, YAML")
     for option in options():
+        if only and option.key not in only:
+            continue
         text = option.help + (f"; default: {option.default}" if option.default else "")
         text = text.replace("%", "%%")
         if option.kind.switch:
@@ -150,6 +161,19 @@ def _check(args: argparse.Namespace) -> int:
     except ConfigError as error:
         return _refuse(error.problems)
     return EXIT_OK
+
+
+def _test_page(args: argparse.Namespace) -> int:
+    from .config import ConfigError, load
+    from .notify.test_page import test_page
+
+    try:
+        config = load(args.config, os.environ, vars(args), needs_log=False)
+    except ConfigError as error:
+        return _refuse(error.problems)
+    if not config.alertmanager_url:
+        return _refuse(["test-page: no Alertmanager is configured; give --alertmanager-url URL"])
+    return EXIT_OK if test_page(config, sys.stdout) else EXIT_INCIDENT
 
 
 def _analyze(args: argparse.Namespace) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
+from .diagnosis import confirm, risk, trigger
 from .diagnosis.engine import memory_of
 from .diagnosis.history import History
-from .records import Incident, Life
+from .records import Evidence, Incident, Life, line_number
 
 SCHEMA_VERSION = 1
 
@@ -21,6 +22,22 @@ def time_text(time: datetime | None) -> str | None:
     return time.astimezone(UTC).replace(tzinfo=None).isoformat(timespec="seconds") + "Z"
 
 
+def outlook(history: History, free_bytes: int | None = None) -> dict[str, dict[str, object]]:
+    """Why it happens, whether it is fixed, and what may come: empty for a log without a server.
+
+    ``free_bytes``: free memory of the device now, where something could be asked for it.
+    """
+    ledger, lives = history.ledger, history.lives
+    if not lives.all:
+        return {}
+    history.sync()
+    return {
+        "trigger": trigger.document(ledger.trigger()),
+        "confirmation": confirm.document(confirm.confirm(ledger.lives)),
+        "risk": risk.document(risk.risk(ledger.lives, lives.current, lives.current.near_misses, free_bytes)),
+    }
+
+
 def document(history: History, lines: int, size: int) -> dict[str, object]:
     """Everything known of one server, as plain data."""
     return {
@@ -29,6 +46,7 @@ def document(history: History, lines: int, size: int) -> dict[str, object]:
         "bytes": size,
         "engines": [life_document(life) for life in history.lives.all],
         "near_misses": history.near_misses,
+        **outlook(history),
         "incidents": [incident_document(one) for one in history.incidents()],
     }
 
@@ -48,6 +66,10 @@ def life_document(life: Life) -> dict[str, object]:
     )
 
 
+def _line(evidence: Evidence) -> int | None:
+    return None if evidence.line is None else line_number(evidence.line)
+
+
 def incident_document(incident: Incident) -> dict[str, object]:
     """One incident with its evidence and advice."""
     advice = incident.advice
@@ -62,7 +84,9 @@ def incident_document(incident: Incident) -> dict[str, object]:
             "confidence": str(incident.confidence),
             "facts": dict(incident.facts),
             "evidence": [
-                _known({"id": e.id, "favours": e.favours, "weight": e.weight, "says": e.says, "line": e.line})
+                _known(
+                    {"id": e.id, "favours": e.favours, "weight": e.weight, "says": e.says, "line": _line(e)}
+                )
                 for e in incident.evidence
             ],
             "ranking": [{"class": one, "score": score} for one, score in incident.ranking],

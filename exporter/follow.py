@@ -12,6 +12,8 @@ The same ``History`` as in ``analyze``, with three things a finite log does not 
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -19,14 +21,17 @@ from itertools import islice
 from typing import Any
 
 from .diagnosis.engine import changed
+from .diagnosis.exposure import Window
 from .diagnosis.history import History, short_hash
 from .diagnosis.knowledge import FailureClass
-from .document import incident_document, life_document
-from .records import Failure, Incident, Life, Record
+from .diagnosis.ledger import Ledger
+from .diagnosis.trigger import from_plain as event_from_plain
+from .document import incident_document, life_document, outlook
+from .records import Failure, Incident, Life, Record, line_number, numbered, stream_number
 from .sources.framing import Framing
-from .sources.scan import Scanner
+from .sources.scan import Given, Scanner
 from .sources.stream import Chunk
-from .status import LastIncident, TargetStatus
+from .status import Counts, LastIncident, TargetStatus
 from .vllm.log import LogParser
 from .vllm.signals import signals
 
@@ -40,11 +45,15 @@ _SETTLE_TICKS = 10  # one second
 _SURVIVED_TICKS = 51  # five seconds: no failure of that allocation will be logged any more
 _CHECKPOINT_TICKS = 20
 _ASIDE_TICKS = 100  # lines kept aside may be the first of a life; what says so follows in seconds
+_JUDGE_TICKS = 10
 _REPLAY_BYTES = 64 << 20  # what a restart may have to read again, at most
+_KEPT_TURNS = 1000  # of files that are written by turns
+_KEPT_DONE = 16  # logs whose last file is gone and the next one not there yet
 _KNOWN = 10_000
 _UNSAVED = 1000  # documents kept while the state can't be written
 _NEAR_MISS = "near_miss"
-_RECENT = 100
+RECENT = 100
+"""Incidents that may be told again by another first line after a restart: processes wrote at once."""
 KEPT_STREAMS = 4000  # of files that are done: without its token one that still matches is read again
 # Access lines, of our own scrapes too, and "Engine 000: Avg prompt throughput: …" go on in a hang.
 _HEARTBEATS = frozenset({"uvicorn", "loggers.py", "metrics.py"})
@@ -84,24 +93,23 @@ class Checkpoint:
     history: Mapping[str, Any]
 
 
-class _Stream:
-    """One stream being read."""
+class _Log:
+    """One text: of one stream, or of several where one goes on with what another began.
 
-    def __init__(self, name: str, source: str, latest: datetime, before: StreamState) -> None:
-        self.name = name
-        self.source = source
-        self.before = before
-        """Where a restart goes on as long as no checkpoint knows the stream."""
+    A rotation may fall between any two lines, so what is open, what the scan kept aside and what
+    the parser knows outlives the file it came from. A line is known by a number that holds its
+    stream, since a record may have lines of two.
+    """
+
+    def __init__(self, latest: datetime, parser: Mapping[str, Any] | None) -> None:
         self.scanner = Scanner()
-        self.scanner.lines = before.lines
         self.framing = Framing()
         self.parser = LogParser(latest)
-        if before.parser is not None:
-            self.parser.restore(before.parser)
-        self.token = before.token
-        self.counted_lines = before.counted_lines
-        self.errors = set(before.errors)
-        self.ended = False
+        if parser is not None:
+            self.parser.restore(parser)
+        self.writing: _Stream | None = None
+        """The stream that brought the last lines."""
+        self._turns: list[tuple[int, int]] = []  # first line of a turn as the scan counts, what to add
         self.quiet = 0  # ticks without a line worth parsing
         self.silent = 0  # ticks without any line
         self.given = False  # lines since the last look at open records
@@ -116,10 +124,42 @@ class _Stream:
     def truncated(self) -> int:
         return self.scanner.truncated + self.framing.truncated
 
+    def turn_to(self, stream: _Stream) -> None:
+        """The next lines are of ``stream``."""
+        self.writing = stream
+        seen = self.scanner.lines
+        self._turns.append((seen + 1, numbered(stream.number, stream.lines) - seen))
+        del self._turns[:-_KEPT_TURNS]
+
+    def number(self, line: int) -> int:
+        """The number of a line that the scan counts as ``line``: it may be of an earlier turn."""
+        at = bisect_right(self._turns, line, key=lambda turn: turn[0]) - 1
+        return line + self._turns[max(at, 0)][1]
+
+
+class _Stream:
+    """One stream being read. ``number`` counts the streams of this process."""
+
+    def __init__(self, name: str, number: int, source: str, before: StreamState, log: _Log) -> None:
+        self.name = name
+        self.number = number
+        self.source = source
+        self.before = before
+        """Where a restart goes on as long as no checkpoint knows the stream."""
+        self.log = log
+        self.follows = ""
+        self.lines = before.lines
+        self.token = before.token
+        self.counted_lines = before.counted_lines
+        self.errors = set(before.errors)
+        self.ended = False
+
+    @property
+    def parser(self) -> LogParser:
+        return self.log.parser
+
     def state(self) -> StreamState:
-        return StreamState(
-            self.source, self.token, self.scanner.lines, self.parser.snapshot(), self.counted_lines
-        )
+        return StreamState(self.source, self.token, self.lines, self.parser.snapshot(), self.counted_lines)
 
 
 class Follower:
@@ -140,12 +180,17 @@ class Follower:
         """Grows with every record that tells more than that the API server is there."""
         self._classes = classes
         self._now = now
-        self._history = History(classes)
+        self._history = History(classes, self._stream_of)
         self._streams: dict[str, _Stream] = {}
+        self._numbered: dict[int, _Stream] = {}
+        self._begun = 0
+        self._done: dict[str, _Log] = {}  # logs of streams that ended, for whatever follows them
         self._saved: dict[str, StreamState] = {}
         self.known: dict[str, Known] = {}
         self.events: dict[str, float] = {}
         self.dirty: dict[str, dict[str, object]] = {}  # incident documents that are to be saved
+        self.news: deque[dict[str, object]] = deque(maxlen=_UNSAVED)
+        """Documents of incidents that are new or known better; whoever reads them takes them out."""
         self.new_events: dict[str, float] = {}
         self.checkpoint: Checkpoint | None = None
         self.urgent = False
@@ -162,6 +207,14 @@ class Follower:
         self._fed = False
         self._failed_at: float | None = None
         self._ended: dict[str, StreamState] = {}
+        self._read_since = Counts()
+        self.window_before: Callable[[float], tuple[float | None, float | None]] = lambda _: (None, None)
+        """Longest prompt and arrivals before a moment, as scrapes tell; the caller knows them."""
+        self.free_bytes: int | None = None
+        """Free memory of the device now, where somebody can say."""
+        self.long_prompts: tuple[int, str, int, float] | None = None
+        """What ``Ledger.long_prompts`` said when it was last counted."""
+        self._judged = -1
 
     # --- going on where a former process stopped ------------------------------------------------
 
@@ -182,11 +235,26 @@ class Follower:
             self._history.restore(checkpoint.history)
         self._refresh_lives()
 
-    def tokens(self, source: str) -> dict[str, str]:
-        """Where the streams of a source go on."""
-        return {
-            name: state.token for name, state in self._saved.items() if state.token and state.source == source
-        }
+    def restore_exposures(self, saved: Mapping[str, Any], windows: Iterable[tuple[str, Window]]) -> None:
+        """Take over what lives were exposed to, after ``restore``."""
+        ledger = self.ledger
+        if "scraped" in saved:
+            ledger.restore_scraped(saved["scraped"])
+        for one in map(event_from_plain, saved.get("events", ())):
+            ledger.events[one.incident] = one
+        if (counted := saved.get("long_prompts")) is not None:
+            life, source, threshold, seen = counted
+            self.long_prompts = int(life), str(source), int(threshold), float(seen)
+        ledger.restore_windows(windows)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the server was exposed to."""
+        return self._history.ledger
+
+    def tokens(self) -> dict[str, str]:
+        """Where streams go on. A source knows its own: SOURCE may have been written another way before."""
+        return {name: state.token for name, state in self._saved.items() if state.token}
 
     @property
     def unresolved(self) -> bool:
@@ -204,98 +272,141 @@ class Follower:
             )
         return found | self._ended
 
+    def count_read(self) -> None:
+        """Show what was read, right before it is saved: else a counter would fall with a kill."""
+        counts, new = self.status.counts, self._read_since
+        counts.lines.update(new.lines)
+        counts.read_bytes.update(new.read_bytes)
+        counts.truncated.update(new.truncated)
+        self._read_since = Counts()
+
     def saved(self) -> None:
         """Everything that was new is safe."""
+        self.count_read()
         self.dirty.clear()
         self.new_events.clear()
         self._ended.clear()
+        self.ledger.new_windows.clear()
         self.urgent = self.stale = False
 
     # --- input ----------------------------------------------------------------------------------
 
     def take(self, source: str, chunk: Chunk, at: float) -> None:
         """Read the next lines of one stream. ``at``: seconds since the epoch."""
-        stream = self._streams.get(chunk.stream)
-        if stream is None:
-            before = self._saved.pop(chunk.stream, None) or StreamState(source, chunk.begin)
-            stream = _Stream(chunk.stream, source, self._now(), before)
-            for other in self._streams.values():
-                if other.source == source:
-                    self._flush(other)  # rotated: what was open there comes before what is here
-            self._streams[chunk.stream] = stream
-            self.urgent = True  # from now on it can be found again
+        stream = self._streams.get(chunk.stream) or self._begin(source, chunk)
+        log = stream.log
+        if log.writing is not stream:
+            if log.writing is not None:
+                self._read(log.writing, log.scanner.finish())
+            log.turn_to(stream)
         failures = self.failures
-        for data in _parts(chunk.data, stream.counted_lines - stream.scanner.lines):
-            self._read(stream, data)
+        for data in _parts(chunk.data, stream.counted_lines - stream.lines):
+            self._read(stream, log.scanner.feed(data), len(data))
         stream.token = chunk.token
         if chunk.ended:
             stream.ended = True
-            self._give(stream, stream.scanner.finish())
-            self._flush(stream)
+            self._read(stream, log.scanner.finish())
         if chunk.data:
-            stream.silent = 0
+            log.silent = 0
             self.status.last_line_timestamp[source] = at
             self._bytes_since += len(chunk.data)
         self.changed = self.stale = True
-        self._look(stream)
+        self._look(log)
         if self.failures != failures:
             # by our clock: that of the log may be in another zone
-            self._failed_at = at if stream.live else None
+            self._failed_at = at if log.live else None
         self._update()
 
-    def _read(self, stream: _Stream, data: bytes) -> None:
-        """``data`` is either all behind what was counted, or all new."""
-        scanner, counts, source = stream.scanner, self.status.counts, stream.source
-        kept_aside = scanner.kept_aside
-        lines, unparsed, truncated = scanner.lines, stream.parser.unparsed, stream.truncated
-        self._give(stream, scanner.feed(data))
+    def _begin(self, source: str, chunk: Chunk) -> _Stream:
+        """A stream that this process had no chunk of."""
+        before = self._saved.pop(chunk.stream, None) or StreamState(source, chunk.begin)
+        log = self._log_before(chunk)
+        if log is None:
+            first = self._saved.get(chunk.follows)
+            log = _Log(self._now(), before.parser or (first.parser if first else None))
+        for other in self._streams.values():
+            if other.source == source and other.log is not log:
+                self._flush(other.log)  # what was open there comes before what is here
+        stream = _Stream(chunk.stream, self._begun, source, before, log)
+        stream.follows = chunk.follows
+        self._begun += 1
+        self._streams[chunk.stream] = self._numbered[stream.number] = stream
+        if len(self._numbered) > KEPT_STREAMS:
+            del self._numbered[next(iter(self._numbered))]
+        self.urgent = True  # from now on it can be found again
+        return stream
+
+    def _log_before(self, chunk: Chunk) -> _Log | None:
+        """The log that a new stream goes on with, if it is being read."""
+        if chunk.follows in self._streams:
+            return self._streams[chunk.follows].log
+        if chunk.follows in self._done:
+            return self._done.pop(chunk.follows)
+        # late lines for a file that was rotated away, and the next one was read before, since a restart
+        return next((one.log for one in self._streams.values() if one.follows == chunk.stream), None)
+
+    def _stream_of(self, number: int) -> str:
+        stream = self._numbered.get(stream_number(number))
+        return stream.name if stream else ""
+
+    def _read(self, stream: _Stream, lines: Iterable[Given], size: int = 0) -> None:
+        """``lines``, out of ``size`` bytes, are either all behind what was counted, or all new."""
+        log, counts, source = stream.log, self._read_since, stream.source
+        scanner, parser = log.scanner, log.parser
+        kept_aside, before, unparsed, truncated = (
+            scanner.kept_aside, scanner.lines, parser.unparsed, log.truncated,
+        )  # fmt: skip
+        self._give(log, lines)
         if scanner.kept_aside != kept_aside:
-            stream.aside = 0
-        if lines < stream.counted_lines:
+            log.aside = 0
+        new = scanner.lines - before
+        stream.lines += new
+        if stream.lines - new < stream.counted_lines:
             return
-        new = scanner.lines - lines
-        odd = min(new, stream.parser.unparsed - unparsed)
+        odd = min(new, parser.unparsed - unparsed)
         counts.lines[source, "parsed"] += new - odd
         counts.lines[source, "unparsed"] += odd
-        counts.read_bytes[source] += len(data)
-        counts.truncated[source] += stream.truncated - truncated
-        stream.counted_lines = scanner.lines
+        counts.read_bytes[source] += size
+        counts.truncated[source] += log.truncated - truncated
+        stream.counted_lines = stream.lines
 
-    def _give(self, stream: _Stream, lines: Iterable[tuple[int, bytes]]) -> None:
-        for number, raw in lines:
-            stream.quiet = 0
-            stream.given = True
-            for line in stream.framing.feed(number, raw):
-                self._records(stream, stream.parser.feed(line))
+    def _give(self, log: _Log, lines: Iterable[Given]) -> None:
+        for number, raw, traffic in lines:
+            if traffic is None:
+                log.quiet = 0
+                log.given = True
+            for line in log.framing.feed(log.number(number), raw, traffic):
+                self._records(log.parser.feed(line))
 
-    def _flush(self, stream: _Stream) -> None:
-        for line in stream.framing.flush():
-            self._records(stream, stream.parser.feed(line))
-        self._records(stream, stream.parser.flush())
+    def _flush(self, log: _Log) -> None:
+        for line in log.framing.flush():
+            self._records(log.parser.feed(line))
+        self._records(log.parser.flush())
 
-    def _records(self, stream: _Stream, records: Iterable[Record]) -> None:
+    def _records(self, records: Iterable[Record]) -> None:
         for record in records:
             self._fed = True
-            self.fed += record.file not in _HEARTBEATS
-            self._history.feed(record, stream.name)
+            # requests also come while the engine hangs; its steps don't
+            requests = record.traffic is not None and not record.traffic.steps
+            self.fed += record.file not in _HEARTBEATS and not requests
+            self._history.feed(record)
             if self._history.error_lines:
-                self._count_errors(stream, self._history.error_lines)
+                self._count_errors(self._history.error_lines)
                 self._history.error_lines.clear()
 
-    def _look(self, stream: _Stream) -> None:
+    def _look(self, log: _Log) -> None:
         """Count error lines of records that are not complete yet: alerts wait for nothing."""
-        if not stream.given or not stream.open:
+        if not log.given or not log.open:
             return
-        stream.given = False
-        for record in stream.parser.peek():
+        log.given = False
+        for record in log.parser.peek():
             if record.level in ("", "ERROR", "CRITICAL"):
-                self._count_errors(
-                    stream, [signal.line for signal in signals(record) if isinstance(signal, Failure)]
-                )
+                self._count_errors(signal.line for signal in signals(record) if isinstance(signal, Failure))
 
-    def _count_errors(self, stream: _Stream, lines: Iterable[int]) -> None:
-        for line in lines:
-            if line not in stream.errors:
+    def _count_errors(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            stream, line = self._numbered.get(stream_number(number)), line_number(number)
+            if stream is not None and line not in stream.errors:
                 stream.errors.add(line)
                 self.failures += 1
                 self.status.counts.error_lines += 1
@@ -306,22 +417,21 @@ class Follower:
     def tick(self) -> None:
         """A tenth of a second went by, during which the caller was able to read."""
         self._ticks += 1
-        if self._ticks % 36_000 == 0:
-            for stream in self._streams.values():
-                stream.parser.until(self._now())
-        for stream in self._streams.values():
-            stream.quiet += 1
-            stream.silent += 1
-            stream.live = stream.live or stream.silent >= _RECORD_TICKS
-            stream.aside += 1
-            if not stream.open:
+        for log in self._logs:
+            if self._ticks % 36_000 == 0:
+                log.parser.until(self._now())
+            log.quiet += 1
+            log.silent += 1
+            log.live = log.live or log.silent >= _RECORD_TICKS
+            log.aside += 1
+            if not log.open:
                 continue
-            if stream.quiet >= _SETTLE_TICKS:
-                self._flush(stream)
-            elif stream.quiet >= _RECORD_TICKS and (
-                stream.silent >= _RECORD_TICKS or stream.quiet >= _BUSY_RECORD_TICKS
+            if log.quiet >= _SETTLE_TICKS:
+                self._flush(log)
+            elif log.quiet >= _RECORD_TICKS and (
+                log.silent >= _RECORD_TICKS or log.quiet >= _BUSY_RECORD_TICKS
             ):
-                self._records(stream, stream.parser.rest())
+                self._records(log.parser.rest())
             self._update()
         if self._history.activity != self._activity:
             self._activity, self._silent_ticks = self._history.activity, 0
@@ -334,6 +444,8 @@ class Follower:
             self._update(settled=True)
         if self._silent_ticks == _SURVIVED_TICKS:
             self._near_misses(quiet=True)
+        if self._ticks % _JUDGE_TICKS == 0:
+            self.judge()
         self._advance()
 
     @property
@@ -343,15 +455,17 @@ class Follower:
             self._silent_ticks > _SURVIVED_TICKS
             and not (self._candidate or self._history.open or self._undecided)
             and not (self.changed and self._history.done)
+            and self._judged == self.ledger.changed
         )
 
     def finish(self) -> None:
         """The input is finite and ended."""
-        for stream in self._streams.values():
-            self._flush(stream)
+        for log in self._logs:
+            self._flush(log)
         self._history.finish()
         self._update(settled=True)
         self._near_misses(quiet=True)
+        self.judge()
 
     def _advance(self) -> None:
         """Move the checkpoint to a moment two seconds ago, if nothing was open then or since."""
@@ -380,17 +494,36 @@ class Follower:
         for name, state in checkpoint.streams.items():
             if (stream := self._streams.get(name)) is None:
                 continue
-            stream.errors = {n for n in stream.errors if n > state.lines}
-            if stream.ended:
-                del self._streams[name]
-                self._ended[name] = self._saved[name] = replace(state, parser=None)
-                if len(self._saved) > KEPT_STREAMS:
-                    del self._saved[next(iter(self._saved))]
+            if not stream.log.open:  # else what is open would count its lines again
+                stream.errors = {n for n in stream.errors if n > state.lines}
+            # where it went on meanwhile, the next checkpoint is the first that has its end
+            if stream.ended and state.token == stream.token and not stream.log.open:
+                self._forget(stream, state)
+
+    def _forget(self, stream: _Stream, state: StreamState) -> None:
+        """The stream has ended. What follows it may be yet to come, and goes on with its log."""
+        name = stream.name
+        del self._streams[name]
+        followed = any(one.log is stream.log for one in self._streams.values())
+        self._ended[name] = self._saved[name] = replace(state, parser=None) if followed else state
+        if not followed:
+            self._done[name] = stream.log
+        if len(self._done) > _KEPT_DONE:
+            oldest = next(iter(self._done))
+            del self._done[oldest]
+            if oldest in self._saved:
+                self._ended[oldest] = self._saved[oldest] = replace(self._saved[oldest], parser=None)
+        if len(self._saved) > KEPT_STREAMS:
+            del self._saved[next(iter(self._saved))]
+
+    @property
+    def _logs(self) -> Iterable[_Log]:
+        return dict.fromkeys(one.log for one in self._streams.values())
 
     @property
     def _undecided(self) -> bool:
         """Whether lines that were read may still become part of something."""
-        return any(one.open or one.aside < _ASIDE_TICKS for one in self._streams.values())
+        return any(log.open or log.aside < _ASIDE_TICKS for log in self._logs)
 
     def _moment(self) -> Checkpoint:
         streams = {name: stream.state() for name, stream in self._streams.items()}
@@ -409,20 +542,48 @@ class Follower:
         self._refresh_lives()
         history.forget()
 
+    def judge(self) -> None:
+        """Bring trigger, confirmation and risk up to date, where anything they depend on has changed."""
+        ledger, status = self.ledger, self.status
+        if self._judged == ledger.changed:
+            return
+        found = outlook(self._history, self.free_bytes)
+        self._judged = ledger.changed  # bringing lives up to date may have changed it
+        self.stale = True
+        status.trigger, status.confirmation = found.get("trigger"), found.get("confirmation")
+        status.risk = found.get("risk")
+        before, now = self.long_prompts, ledger.long_prompts()
+        if now is None:
+            return
+        if before is not None and now[0] < before[0]:
+            return  # read again after a restart
+        if before is None or before[0] != now[0]:
+            status.counts.long_prompts += int(now[3])
+        elif before[1:3] == now[1:3]:
+            status.counts.long_prompts += max(0, int(now[3]) - int(before[3]))
+            now = (*now[:3], max(now[3], before[3]))
+        self.long_prompts = now
+
     def _near_misses(self, quiet: bool = False) -> None:
         """Count the warnings that no failure can claim any more; after a silence those are all."""
         for warning in self._history.survived_warnings(quiet):
             record = warning.record
-            if self._once(_NEAR_MISS, record.time, record.process, record.pid, record.numbers[0]):
+            if self._once(
+                _NEAR_MISS, record.time, record.process, record.pid, line_number(record.numbers[0])
+            ):
                 self.status.counts.near_misses += 1
 
     def _incident(self, incident: Incident) -> None:
         counts = self.status.counts
         identity, known = self._same(incident)
+        if identity != incident.id:
+            self.ledger.same(incident.id, identity)
         version = (len(incident.reports) + incident.lines[1], incident.fatal)
         if known is None:
             known = Known(incident.class_id, str(incident.phase), False)
             self.known[identity] = known
+            for old in islice(reversed(self.known), RECENT, RECENT + 1):
+                self.known[old].reports = frozenset()  # thousands of them would be most of our memory
             if len(self.known) > _KNOWN:
                 del self.known[next(iter(self.known))]
             counts.incidents[known.class_id, known.phase] += 1
@@ -439,7 +600,10 @@ class Follower:
         }
         if self._failed_at is not None and (metrics := self._before(self._failed_at)):
             shown["metrics_before"] = metrics
+        if self._failed_at is not None:
+            self.ledger.failed_while_scraped(identity, incident.engine, self.window_before(self._failed_at))
         self.dirty[identity] = shown
+        self.news.append(shown)
         self.urgent = True
         if len(self.dirty) > _UNSAVED:
             del self.dirty[next(iter(self.dirty))]
@@ -481,7 +645,7 @@ class Follower:
         """
         if (known := self.known.get(incident.id)) is not None:
             return incident.id, known
-        for identity in islice(reversed(self.known), _RECENT):
+        for identity in islice(reversed(self.known), RECENT):
             known = self.known[identity]
             if known.reports & incident.reports:
                 return identity, known

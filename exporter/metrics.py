@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import platform
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -31,21 +31,6 @@ MAX_RECEIVERS = 4
 MAX_LABEL = 256
 OTHER = "other"  # sums up what is beyond MAX_SOURCES and MAX_RECEIVERS
 
-LATER = (
-    "vllm_oom_long_prompts_total",
-    "vllm_oom_budget_risk",
-    "vllm_oom_headroom_bytes",
-    "vllm_oom_trigger_pvalue",
-    "vllm_oom_trigger_rank_ratio",
-    "vllm_oom_trigger_events",
-    "vllm_oom_trigger_control_windows",
-    "vllm_oom_trigger_verdict",
-    "vllm_oom_confirmation",
-    "vllm_oom_confirmation_exposures",
-    "vllm_oom_confirmation_exposures_needed",
-)
-"""Names that are taken, for families not exposed yet (about 25 series an engine)."""
-
 Of = TypeVar("Of", TargetStatus, Status)
 Values = Iterable[tuple[tuple[str, ...], object]]
 """Label values in the order of the family's labels, and a number; anything else is left out."""
@@ -54,6 +39,10 @@ _VERSION = re.compile(r"v?\d[0-9A-Za-z.+!_-]{0,63}")
 _RESULTS = ("parsed", "unparsed")
 _ROTATIONS = ("rename", "truncate", "reopen")
 _FORMS = ("full", "without_warn")
+RISKS = ("unknown", "comfortable", "tight", "unexercised", "exceeded")
+VERDICTS = ("insufficient", "descriptive", "supports", "contradicts", "mixed")
+CONFIRMATIONS = ("none", "accruing", "confirmed", "refuted", "confounded")
+_COVARIATES = ("prompt_length", "request_rate")
 _NOTIFIED = ("delivered", "failed", "dropped")
 _CHANGEABLE = tuple(sorted({*SETTINGS.values(), *FLAGS.values(), "vllm_version"}))
 _PARTS = {
@@ -162,6 +151,27 @@ def _of_life(read: Callable[[Life], object]) -> Callable[[TargetStatus], Values]
 
 def _setting(name: str) -> Callable[[TargetStatus], Values]:
     return _of_life(lambda life: life.settings.get(name))
+
+
+def _of_states(
+    document: Literal["trigger", "confirmation", "risk"], field: str, states: tuple[str, ...], unknown: str
+) -> Callable[[TargetStatus], Values]:
+    def values(target: TargetStatus) -> Values:
+        state = (getattr(target, document) or {}).get(field)
+        now = state if state in states else unknown
+        return [((one,), int(one == now)) for one in states]
+
+    return values
+
+
+def _covariates(field: str) -> Callable[[TargetStatus], Values]:
+    def values(target: TargetStatus) -> Values:
+        for name in _COVARIATES:
+            found = (target.trigger or {}).get(name)
+            if isinstance(found, Mapping):
+                yield (name,), found.get(field)
+
+    return values
 
 
 def _memory(target: TargetStatus) -> Values:
@@ -352,6 +362,61 @@ TARGET_TABLE: tuple[Family[TargetStatus], ...] = (
         "vllm_oom_largest_step_tokens", "gauge",
         "Largest engine step known to have run since the settings last changed.",
         lambda target: _one(target.largest_step_tokens), unit="tokens",
+    ),
+    Family(
+        "vllm_oom_long_prompts_total", "counter",
+        "Prompts at least as long as the shortest that failed, or as fill a step now, whichever is less.",
+        lambda target: _one(target.counts.long_prompts),
+    ),
+    Family(
+        "vllm_oom_budget_risk", "gauge",
+        "Whether the prefill budget may run the engine out of memory: 1 for the state that holds.",
+        _of_states("risk", "state", RISKS, "unknown"), ("state",),
+    ),
+    Family(
+        "vllm_oom_headroom_bytes", "gauge",
+        "Device memory that start-up left to what it did not profile, as far as is known.",
+        lambda target: _one((target.risk or {}).get("headroom_bytes")), unit="bytes",
+    ),
+    Family(
+        "vllm_oom_trigger_pvalue", "gauge",
+        "How likely ranks like those of the failing windows are by chance, by what windows are ranked by.",
+        _covariates("pvalue"), ("covariate",),
+    ),
+    Family(
+        "vllm_oom_trigger_rank_ratio", "gauge",
+        "Mean rank of the failing windows among windows they are comparable with: 0 least, 1 most.",
+        _covariates("rank_ratio"), ("covariate",), "ratio",
+    ),
+    Family(
+        "vllm_oom_trigger_events", "gauge",
+        "Failures behind the trigger test; repeats of one killing prompt count as one.",
+        lambda target: _one((target.trigger or {}).get("effective_events", 0)),
+    ),
+    Family(
+        "vllm_oom_trigger_control_windows", "gauge",
+        "Windows of ordinary serving that the failing ones are compared with.",
+        lambda target: _one((target.trigger or {}).get("control_windows", 0)),
+    ),
+    Family(
+        "vllm_oom_trigger_verdict", "gauge",
+        "Whether failures follow prompt length, not request rate: 1 for the verdict that holds.",
+        _of_states("trigger", "verdict", VERDICTS, "insufficient"), ("verdict",),
+    ),
+    Family(
+        "vllm_oom_confirmation", "gauge",
+        "Whether a lower prefill budget cured the failures, told across restarts: 1 for the state that holds.",
+        _of_states("confirmation", "state", CONFIRMATIONS, "none"), ("state",),
+    ),
+    Family(
+        "vllm_oom_confirmation_exposures", "gauge",
+        "Long prompts that the lower budget has survived.",
+        lambda target: _one((target.confirmation or {}).get("exposures")),
+    ),
+    Family(
+        "vllm_oom_confirmation_exposures_needed", "gauge",
+        "Long prompts that the lower budget must survive in all to be confirmed.",
+        lambda target: _one((target.confirmation or {}).get("exposures_needed")),
     ),
     Family(
         "vllm_oom_recommended_max_num_batched_tokens", "gauge",

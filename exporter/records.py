@@ -15,6 +15,23 @@ from typing import NamedTuple
 
 Facts = dict[str, object]
 
+_LINE_BITS = 40
+
+
+def numbered(stream: int, line: int) -> int:
+    """A number for a line that is unique over streams and sorts by them: a record may have lines of two."""
+    return stream << _LINE_BITS | line
+
+
+def line_number(number: int) -> int:
+    """The line in its own stream, from 1."""
+    return number & (1 << _LINE_BITS) - 1
+
+
+def stream_number(number: int) -> int:
+    """Which stream the line is of, from 0."""
+    return number >> _LINE_BITS
+
 
 class Phase(StrEnum):
     """When a failure happened; label ``phase`` of the metrics."""
@@ -35,10 +52,11 @@ class Confidence(StrEnum):
 class Line(NamedTuple):
     """One physical line, taken out of its container's wrapper.
 
-    ``number`` counts from 1 in its input. ``time`` is set only where the wrapper carries one
+    ``number`` counts from 1 in its input (see ``numbered`` where there are several). ``time`` is set only where the wrapper carries one
     (then it has a zone). ``origin`` names the container or unit where several share an input.
     ``carriage_returns`` is how many ``\\r`` stood before the newline: vLLM ends all but the
-    last line of a record with one more than the terminal adds.
+    last line of a record with one more than the terminal adds. ``traffic`` is set where the scan
+    made one line of many and left their text out.
     """
 
     number: int
@@ -46,6 +64,7 @@ class Line(NamedTuple):
     time: datetime | None = None
     origin: str = ""
     carriage_returns: int = 0
+    traffic: Traffic | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +74,7 @@ class Record:
     ``level`` is empty for lines that no logger wrote (interpreter tracebacks, C++ warnings).
     ``file`` is the base name as logged (``core.py``); ``numbers`` parallels ``lines``. ``timed``
     is false where ``time`` is borrowed from an earlier line, so the record is not older than it.
+    ``returns`` parallels ``lines`` too, where it is needed: how many ``\\r`` ended each.
     """
 
     process: str
@@ -66,6 +86,8 @@ class Record:
     numbers: tuple[int, ...]
     origin: str = ""
     timed: bool = True
+    traffic: Traffic | None = None
+    returns: tuple[int, ...] = ()
 
     @property
     def head(self) -> str:
@@ -108,20 +130,39 @@ class MemoryParts:
     record: Record
 
 
-@dataclass(frozen=True, slots=True)
-class Iteration:
+class Step(NamedTuple):
     """One successful engine step, from ``--enable-logging-iteration-details``."""
 
     context_requests: int
     context_tokens: int
     generation_requests: int
     generation_tokens: int
-    record: Record
 
     @property
     def tokens(self) -> int:
         """True tokens of the step."""
         return self.context_tokens + self.generation_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What lines of ordinary traffic said, of one second of the log's clock.
+
+    ``steps`` are in log order. ``prompts``: lengths in tokens of the requests received, where known;
+    ``arrivals``: all requests received.
+    """
+
+    steps: tuple[Step, ...] = ()
+    prompts: tuple[int, ...] = ()
+    arrivals: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficSeen:
+    """Steps and requests that one record reports, or that the scan summed up in one."""
+
+    traffic: Traffic
+    record: Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +215,7 @@ class Terminal:
     detail: str = ""
 
 
-Signal = LifeMark | Settings | MemoryParts | Iteration | NearMiss | Dump | Failure | Terminal
+Signal = LifeMark | Settings | MemoryParts | TrafficSeen | NearMiss | Dump | Failure | Terminal
 
 
 # --- results ------------------------------------------------------------------------------
@@ -198,6 +239,7 @@ class Life:
     near_misses: int = 0
     asleep: bool = False
     line: int = 0  # where it was first seen
+    args_seen: bool = False  # "non-default args: {…}": what is not in it was left at its default
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,19 +18,27 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from .follow import KEPT_STREAMS, SHOWN_INCIDENTS, Checkpoint, Follower, Known, StreamState
-from .status import Counts, LastIncident, TargetStatus
+from .diagnosis.exposure import Window
+from .diagnosis.ledger import KEPT_WINDOWS, KINDS
+from .diagnosis.trigger import to_plain as event_plain
+from .follow import KEPT_STREAMS, RECENT, SHOWN_INCIDENTS, Checkpoint, Follower, Known, StreamState
+from .status import Counts, LastIncident, OpenAlert, TargetStatus
 from .vllm.log import LogParser
 
-SCHEMA = 1
-MIGRATIONS: Mapping[int, str] = {}
+SCHEMA = 2
+_EXPOSURES = """
+CREATE TABLE exposure (target TEXT, name TEXT, value TEXT NOT NULL, PRIMARY KEY (target, name)) WITHOUT ROWID;
+CREATE TABLE window (target TEXT, kind TEXT, ended REAL, life INTEGER NOT NULL, length REAL, rate REAL,
+    PRIMARY KEY (target, kind, ended)) WITHOUT ROWID;
+"""
+MIGRATIONS: Mapping[int, str] = {1: _EXPOSURES}
 """Statements that bring a file of one version to the next; a new version adds a row."""
 FILE = "state.sqlite3"
 KEPT_INCIDENTS = 10_000
 KEPT_SECONDS = 400 * 86_400
 _APPLICATION_ID = 0x564C4F4D  # "VLOM": tells our files from others
 
-_TABLES = """
+_TABLES = f"""
 CREATE TABLE target (name TEXT PRIMARY KEY, counts TEXT NOT NULL, last TEXT NOT NULL, rest TEXT NOT NULL,
     history TEXT) WITHOUT ROWID;
 CREATE TABLE stream (target TEXT, name TEXT, source TEXT NOT NULL, token TEXT NOT NULL, lines INTEGER NOT NULL,
@@ -41,6 +49,7 @@ CREATE TABLE incident (number INTEGER PRIMARY KEY, target TEXT NOT NULL, id TEXT
     document TEXT NOT NULL, UNIQUE (target, id));
 CREATE TABLE event (number INTEGER PRIMARY KEY, target TEXT NOT NULL, key TEXT NOT NULL, seen REAL NOT NULL,
     UNIQUE (target, key));
+{_EXPOSURES}
 """  # "number" is the order in which they came: many come with one save, and clocks are set back
 
 # What says nothing about the file: it is in use, or cannot be read or written at the moment.
@@ -76,6 +85,11 @@ class Store:
         self.why_moved = ""
         self._db: sqlite3.Connection | None = None
         self._saves = 0
+        self._encoded: dict[
+            str, tuple[Checkpoint, str]
+        ] = {}  # histories, which change less often than they are saved
+        self._events_saved: dict[str, int] = {}
+        self._windows_saved = 0  # since the last look at how many there are
         self._loaded: set[str] = set()  # targets of which we know what the file says
 
     def open(self) -> None:
@@ -172,10 +186,26 @@ class Store:
             return None
         return found
 
+    def incidents(self, target: str, skip: int, most: int) -> tuple[list[dict[str, object]], int]:
+        """Documents of a target, newest first, ``most`` of them after ``skip``; and how many there are."""
+        try:
+            db = self._open()
+            (total,) = db.execute("SELECT count(*) FROM incident WHERE target = ?", (target,)).fetchone()
+            # the inner part is answered by the index alone: what is skipped is not read
+            rows = db.execute(
+                "SELECT document FROM incident WHERE number IN (SELECT number FROM incident WHERE target = ?"
+                " ORDER BY number DESC LIMIT ? OFFSET ?) ORDER BY number DESC",
+                (target, most, skip),
+            )
+            return [dict(json.loads(text)) for (text,) in rows], int(total)
+        except (*_UNREADABLE, StateError):
+            return [], 0
+
     # --- writing --------------------------------------------------------------------------------
 
     def save(self, follower: Follower) -> None:
         """Write what changed, in one transaction. Raises ``StateError``; then nothing changed."""
+        follower.count_read()
         try:
             if self._db is None:
                 self.open()
@@ -185,8 +215,13 @@ class Store:
                 self._saves += 1
                 if self._saves % 256 == 1:
                     self._prune(db)
+                self._windows_saved += len(follower.ledger.new_windows)
+                if self._windows_saved > KEPT_WINDOWS // 4:
+                    self._prune_windows(db)
+                    self._windows_saved = 0
         except (OSError, sqlite3.Error, ValueError) as error:  # ValueError: text that is not Unicode
             raise StateError(f"{self.path}: {_reason(error)}") from error
+        self._events_saved[follower.status.name] = follower.ledger.events_changed
         follower.saved()
 
     def _keep_what_was_not_loaded(self, target: str) -> None:
@@ -207,6 +242,7 @@ class Store:
             "recommended_budget": status.recommended_budget,
             "last_line_timestamp": status.last_line_timestamp,
             "sources": {one.name: [one.read_errors, one.rotations] for one in status.sources},
+            "alerts": {key: asdict(one) for key, one in status.alerts.items()},
         }
         checkpoint = follower.checkpoint
         db.execute(
@@ -216,9 +252,10 @@ class Store:
                 _json(_plain(status.counts)),
                 _json({name: asdict(one) for name, one in status.last.items()}),
                 _json(rest),
-                _json(checkpoint.history) if checkpoint else None,
+                self._history(status.name, checkpoint) if checkpoint else None,
             ),
         )
+        self._write_exposures(db, follower)
         db.executemany(
             "INSERT OR REPLACE INTO stream VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             [
@@ -246,6 +283,26 @@ class Store:
             [(status.name, key, seen) for key, seen in follower.new_events.items()],
         )
 
+    def _history(self, target: str, checkpoint: Checkpoint) -> str:
+        known = self._encoded.get(target)
+        if known is None or known[0] is not checkpoint:
+            known = self._encoded[target] = checkpoint, _json(checkpoint.history)
+        return known[1]
+
+    def _write_exposures(self, db: sqlite3.Connection, follower: Follower) -> None:
+        name, ledger = follower.status.name, follower.ledger
+        rows = {"scraped": _json(ledger.scraped()), "long_prompts": _json(follower.long_prompts)}
+        if self._events_saved.get(name) != ledger.events_changed:
+            rows["events"] = _json([event_plain(one) for one in ledger.events.values()])
+        db.executemany(
+            "INSERT OR REPLACE INTO exposure VALUES (?, ?, ?)",
+            [(name, part, text) for part, text in rows.items()],
+        )
+        db.executemany(
+            "INSERT OR REPLACE INTO window VALUES (?, ?, ?, ?, ?, ?)",
+            [(name, kind, w.end, w.life, w.length, w.rate) for kind, w in ledger.new_windows],
+        )
+
     @staticmethod
     def _prune(db: sqlite3.Connection) -> None:
         # streams have no order, and those that are read are all seen with the same save
@@ -260,6 +317,15 @@ class Store:
                 f" (SELECT {order} FROM {table} ORDER BY {order} DESC LIMIT 1 OFFSET ?)",
                 (kept - 1,),
             )
+
+    @staticmethod
+    def _prune_windows(db: sqlite3.Connection) -> None:
+        db.execute(
+            "DELETE FROM window WHERE (target, kind, ended) IN (SELECT target, kind, ended FROM (SELECT *,"
+            " row_number() OVER (PARTITION BY target, kind ORDER BY ended DESC) AS number FROM window)"
+            " WHERE number > ?)",
+            (KEPT_WINDOWS,),
+        )
 
     def _open(self) -> sqlite3.Connection:
         if self._db is None:
@@ -291,13 +357,13 @@ def _load(db: sqlite3.Connection, follower: Follower) -> None:
     history = json.loads(row[3]) if row[3] else {}
     counts = _counts(raw)
     latest = {name: LastIncident(**one) for name, one in last.items()}
+    rows = db.execute(
+        "SELECT id, class, phase, fatal, reports FROM incident WHERE target = ? ORDER BY number DESC LIMIT ?",
+        (status.name, KEPT_INCIDENTS),
+    ).fetchall()
     known = {
-        one: Known(class_id, phase, bool(fatal), frozenset((str(s), int(n)) for s, n in json.loads(reports)))
-        for one, class_id, phase, fatal, reports in db.execute(
-            "SELECT id, class, phase, fatal, reports FROM (SELECT * FROM incident WHERE target = ?"
-            " ORDER BY number DESC LIMIT ?) ORDER BY number",
-            (status.name, KEPT_INCIDENTS),
-        )
+        one: Known(class_id, phase, bool(fatal), _reports(reports) if back < RECENT else frozenset())
+        for back, (one, class_id, phase, fatal, reports) in reversed([*enumerate(rows)])
     }
     incidents = [
         dict(json.loads(text))
@@ -326,15 +392,40 @@ def _load(db: sqlite3.Connection, follower: Follower) -> None:
         name: (_number(errors), {kind: _number(times) for kind, times in rotations.items()})
         for name, (errors, rotations) in rest["sources"].items()
     }
+    exposures = {
+        name: json.loads(text)
+        for name, text in db.execute("SELECT name, value FROM exposure WHERE target = ?", (status.name,))
+    }
+    windows = [
+        (_one_of(KINDS, kind), Window(float(ended), _number(life), *map(_maybe_float, both)))
+        for kind, ended, life, *both in db.execute(
+            "SELECT kind, ended, life, length, rate FROM window WHERE target = ? ORDER BY ended",
+            (status.name,),
+        )
+    ]
+    alerts = {key: _alert(one) for key, one in rest.get("alerts", {}).items()}
     follower.restore(Checkpoint(streams, history), known, events)
+    follower.restore_exposures(exposures, windows)
     for stats in status.sources:
         if stats.name in sources:
             stats.read_errors, stats.rotations = sources[stats.name]
     status.counts, status.last, status.incidents = counts, latest, incidents
     status.setting_changed.update(rest["setting_changed"])
     status.engines = rest["engines"]
+    status.alerts = alerts
     status.recommended_budget = rest["recommended_budget"]
     status.last_line_timestamp = rest["last_line_timestamp"]
+
+
+def _alert(raw: Mapping[str, Any]) -> OpenAlert:
+    labels, annotations = ({str(k): str(v) for k, v in raw[one].items()} for one in ("labels", "annotations"))
+    sent = {str(receiver): float(when) for receiver, when in raw["sent"].items()}
+    datetime.fromtimestamp(raw["starts"])  # it is written as a date, where an error would end the exporter
+    return OpenAlert(labels, annotations, float(raw["starts"]), str(raw["url"]), sent, bool(raw["ended"]))
+
+
+def _reports(text: str) -> frozenset[tuple[str, int]]:
+    return frozenset((str(stream), int(line)) for stream, line in json.loads(text))
 
 
 def _parser(text: str) -> Mapping[str, Any]:
@@ -392,6 +483,7 @@ def _plain(counts: Counts) -> dict[str, object]:
         "truncated": counts.truncated,
         "error_lines": counts.error_lines,
         "near_misses": counts.near_misses,
+        "long_prompts": counts.long_prompts,
         "engine_starts": counts.engine_starts,
     }
 
@@ -400,6 +492,7 @@ def _counts(raw: Mapping[str, Any]) -> Counts:
     counts = Counts(
         error_lines=_number(raw["error_lines"]),
         near_misses=_number(raw["near_misses"]),
+        long_prompts=_number(raw.get("long_prompts", 0)),
         engine_starts=_number(raw["engine_starts"]),
     )
     counts.incidents.update({(a, b): _number(value) for a, b, value in raw["incidents"]})
@@ -407,6 +500,18 @@ def _counts(raw: Mapping[str, Any]) -> Counts:
     for name in ("fatal", "fingerprints", "read_bytes", "truncated"):
         getattr(counts, name).update({one: _number(value) for one, value in raw[name].items()})
     return counts
+
+
+def _one_of(names: tuple[str, ...], name: object) -> str:
+    if name not in names:
+        raise ValueError("not a kind of window")
+    return str(name)
+
+
+def _maybe_float(value: object) -> float | None:
+    if value is not None and not isinstance(value, int | float):
+        raise TypeError(f"not a number: {type(value).__name__}")
+    return None if value is None else float(value)
 
 
 def _number(value: object) -> int:

@@ -22,6 +22,7 @@ class Counts:
     fatal: Counter[str] = field(default_factory=Counter)  # class
     error_lines: int = 0
     near_misses: int = 0
+    long_prompts: int = 0
     engine_starts: int = 0
     fingerprints: Counter[str] = field(default_factory=Counter)  # full, without_warn
     lines: Counter[tuple[str, str]] = field(default_factory=Counter)  # (source, parsed | unparsed)
@@ -40,6 +41,22 @@ class LastIncident:
     longest_prompt_tokens: int | None = None
     kv_cache_usage_ratio: float | None = None
     confidence_ratio: float | None = None
+
+
+@dataclass(slots=True)
+class OpenAlert:
+    """An alert that was pushed and fires, as plain data: it is saved, to go on as the same alert.
+
+    ``starts`` is in seconds since the epoch; ``sent`` says when each receiver last took it.
+    ``ended``: it no longer fires, and is kept to be remembered.
+    """
+
+    labels: dict[str, str]
+    annotations: dict[str, str]
+    starts: float
+    url: str = ""
+    sent: dict[str, float] = field(default_factory=dict)
+    ended: bool = False
 
 
 @dataclass(slots=True)
@@ -65,8 +82,12 @@ class TargetStatus:
     scrape_seconds: float | None = None
     largest_step_tokens: int | None = None
     recommended_budget: int | None = None
+    trigger: dict[str, object] | None = None  # documents of the contract, None before anything is known
+    confirmation: dict[str, object] | None = None
+    risk: dict[str, object] | None = None
     incidents: list[dict[str, object]] = field(default_factory=list)  # documents, newest first
     engines: list[dict[str, object]] = field(default_factory=list)  # documents of lives, oldest first
+    alerts: dict[str, OpenAlert] = field(default_factory=dict)  # direct pushes that fire, oldest first
 
 
 @dataclass(slots=True)

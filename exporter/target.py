@@ -16,15 +16,23 @@ from typing import Any
 import aiohttp
 
 from .config import TargetConfig
+from .device import Devices
 from .diagnosis.knowledge import FailureClass
+from .diagnosis.scraped import ScrapedWindows
 from .engine_state import Signs, engine_state
 from .follow import Follower
+from .notify.alerts import Links
+from .notify.open_alerts import OpenAlerts
+from .notify.receiver import Outlet
 from .scrape import Scraper
+from .sources.scan import BLOCK
 from .sources.stream import Source
 from .status import TargetStatus
 
 _SAMPLES = 60
 _MINUTES_BEFORE = 300.0
+_DEVICE_TICKS = 100
+_BACKLOG_SECONDS = 5.0  # from then on a source that lags no bytes has been read to its end
 
 
 @dataclass(slots=True)
@@ -47,11 +55,26 @@ class Target:
         session: aiohttp.ClientSession,
         interval: float,
         clocks: Clocks | None = None,
+        *,
+        outlets: Mapping[str, Outlet] | None = None,
+        labels: Mapping[str, str] | None = None,
+        links: Links | None = None,
+        devices: Devices | None = None,
     ) -> None:
         self.config = config
         self.status = status
         self._clocks = clocks or Clocks()
         self.follower = Follower(status, classes, self._clocks.now, self._before)
+        self._windows = ScrapedWindows(self.follower.ledger)
+        self.follower.window_before = self._windows.window_before
+        self._sampled: object = None
+        self._devices = devices
+        self._until_device = 0
+        whose, into = labels or config.labels, {} if outlets is None else outlets
+        self.alerts = OpenAlerts(status, whose, self._clocks.wall, into, links or Links())
+        self._caught_up: set[str] = set()  # streams and sources of which what comes now was written now
+        self._read_live: float | None = None  # when the last line of a failure was read, if so
+        self._begun: float | None = None
         self._sources = sources
         self._scraper = Scraper(config.vllm_url, interval, self._clocks.wall, session)
         self._running = len(sources)
@@ -74,14 +97,23 @@ class Target:
 
     async def _read(self, source: Source, saved: Callable[[], None]) -> None:
         follower, name = self.follower, source.stats.name
-        async for chunk in source.chunks(follower.tokens(name)):
+        async for chunk in source.chunks(follower.tokens()):
+            failures, live = follower.failures, bool(self._caught_up & {chunk.stream, name})
             follower.take(name, chunk, self._clocks.wall())
+            if follower.failures != failures:
+                self._read_live = self._clocks.wall() if live else None
+            if chunk.ended:
+                self._caught_up.discard(chunk.stream)
+            elif len(chunk.data) < BLOCK // 2:
+                self._caught_up.add(chunk.stream)
+            self._report()
             self.awake.set()
             if follower.urgent:
                 saved()
         self._running -= 1
         if self._running == 0:
             follower.finish()
+            self._report()
             saved()
             self.ended.set()
 
@@ -92,7 +124,10 @@ class Target:
 
     def tick(self) -> None:
         """A tenth of a second went by."""
+        self._sample()
+        self._ask_device()
         self.follower.tick()
+        self._report()
         status, scraper, now = self.status, self._scraper, self._clocks.wall()
         status.scrape_up, status.scrape_seconds = scraper.up, scraper.seconds
         if self.follower.fed != self._fed:
@@ -118,6 +153,35 @@ class Target:
                 token=None if progress is None else now - progress,
             )
         )
+        if self.alerts.tick():
+            self.follower.stale = True
+        self._begun = self._begun or now
+        if now - self._begun > _BACKLOG_SECONDS:
+            self._caught_up |= {one.name for one in status.sources if one.opened and not one.lag_bytes}
+
+    def _sample(self) -> None:
+        """Put what was scraped last into windows, once."""
+        latest = self._scraper.ring[-1] if self._scraper.ring else None
+        if latest is not None and latest is not self._sampled and self.status.life is not None:
+            self._windows.take(latest.time, latest.snapshot, self.status.life.index)
+        self._sampled = latest
+
+    def _report(self) -> None:
+        """Hand on incidents before they are saved, so that one save holds both."""
+        news = self.follower.news
+        while news:
+            self.alerts.incident(news.popleft(), self._read_live)
+
+    def _ask_device(self) -> None:
+        """The risk depends on free memory; a change that matters is one of a percent."""
+        self._until_device -= 1
+        if self._devices is None or self._until_device > 0:
+            return
+        self._until_device = _DEVICE_TICKS
+        free, known = self._devices.free_bytes(), self.follower.free_bytes
+        if free is None or known is None or abs(free - known) > known // 100:
+            self.follower.ledger.changed += free != known
+            self.follower.free_bytes = free
 
     def _before(self, when: float) -> list[dict[str, float]]:
         """What ``/metrics`` said in the minutes before a failure; it is gone right after."""

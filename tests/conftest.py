@@ -30,6 +30,8 @@ Document = dict[str, Any]
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--renew-golden`` rewrites golden files; look at the difference before you commit it."""
     parser.addoption("--renew-golden", action="store_true", help="rewrite the golden files")
+    parser.addoption("--renew-screenshots", action="store_true", help="rewrite tests/screenshots")
+    parser.addoption("--outage", default="2", help="seconds Alertmanager is away in its test; default: 2")
 
 
 def load_yaml(path: Path) -> Any:

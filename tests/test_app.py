@@ -486,6 +486,21 @@ class TestSupervision:
         assert logged()[-1]["event"] == "stopped"
 
 
+class TestStored:
+    """What is no longer in memory."""
+
+    async def test_an_old_incident(self, session: aiohttp.ClientSession, tmp_path: Path) -> None:
+        """An incident that newer ones pushed out of memory still has its address, with a state file."""
+        (tmp_path / "vllm.log").write_bytes(log(start(), fatal(100), dead(100)))
+        async with inside(session, config_of(tmp_path, state_dir=str(tmp_path / "state"))) as one:
+            await one.reaches("vllm_oom_incidents_total", 1)
+            (known,) = await one.incidents()
+            assert not one.target().follower.dirty  # what was counted is saved
+            one.target().status.incidents.clear()
+            assert json.loads(await one.get(f"/api/v1/incidents/{known['id']}")) == known
+            assert await one.get("/api/v1/incidents/nope") == ""
+
+
 class TestStart:
     """What keeps it from starting."""
 

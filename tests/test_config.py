@@ -40,8 +40,8 @@ LINGER = "a duration from 0s to 1h, such as 2s, 500ms or 1m30s"
 NAME = "1 to 128 of the characters a-z A-Z 0-9 _ . : / -"
 KUBERNETES_NAME = "a Kubernetes name (lower-case letters, digits and '-')"
 KEYS = (
-    "log, vllm_url, scrape_interval, listen, state_dir, alertmanager_url, linger, web_config_file, "
-    "web_enable_lifecycle, web_hide_excerpts, classes, log_level, log_format, targets"
+    "log, vllm_url, scrape_interval, listen, state_dir, alertmanager_url, runbook_url, linger, "
+    "web_config_file, web_external_url, web_enable_lifecycle, web_hide_excerpts, classes, log_level, log_format, targets"
 )
 NO_LOG = "--log: no log to read; give --log SOURCE, VLLM_OOM_LOG or log: in "
 
@@ -232,8 +232,10 @@ def test_full_file() -> None:
         listen=Address("::", 10977),
         state_dir=Path("/var/lib/vllm-oom"),
         alertmanager_url=("http://am-0:9093", "https://am-1:9093/alerts"),
+        runbook_url="https://runbooks.example.com/vllm-oom",
         linger=90.0,
         web_config_file=Path("web.yaml"),
+        web_external_url="https://oom.example.org/llama",
         web_enable_lifecycle=True,
         web_hide_excerpts=True,
         classes=Path("classes.d"),
@@ -251,8 +253,10 @@ def test_defaults() -> None:
         listen=Address("0.0.0.0", 10977),  # noqa: S104 - a sidecar is scraped from elsewhere
         state_dir=None,
         alertmanager_url=(),
+        runbook_url=None,
         linger=30.0,
         web_config_file=None,
+        web_external_url=None,
         web_enable_lifecycle=False,
         web_hide_excerpts=False,
         classes=None,
@@ -633,6 +637,7 @@ def test_one_field_one_row() -> None:
     assert {o.flag: o.key for o in options() if "." in o.flag} == {
         "--web.config.file": "web_config_file",
         "--web.enable-lifecycle": "web_enable_lifecycle",
+        "--web.external-url": "web_external_url",
         "--web.hide-excerpts": "web_hide_excerpts",
     }
 

@@ -5,7 +5,8 @@ from datetime import datetime, timedelta
 import pytest
 
 from exporter.diagnosis.engine import Lives, budget, changed, memory_of, step_limit, version_number
-from exporter.records import Dump, Iteration, Life, LifeMark, MemoryParts, Record, Settings
+from exporter.records import Dump, Failure, Life, LifeMark, MemoryParts, Record, Settings, Traffic
+from exporter.records import Step as EngineStep
 
 START = datetime(2026, 11, 2, 10)
 GIB = 1 << 30
@@ -25,6 +26,9 @@ def lives_of(*steps: Step) -> Lives:
     for seconds, one in enumerate(steps):
         if isinstance(one, dict):
             lives.apply(Settings(one, record(seconds=seconds)))
+        elif one == "failure":
+            found = record(seconds=seconds)
+            lives.apply(Failure("allocator", {}, (), "CUDA out of memory.", found.numbers[0], found))
         elif isinstance(one, str):
             lives.apply(LifeMark(one, record("APIServer" if one != "engine" else "EngineCore", seconds)))
         else:
@@ -62,6 +66,11 @@ class TestWhereALifeBegins:
             (("ready", "budget"), 2),
             (("ready",), 1),
             ((*START_UP, "sleep", "awake"), 1),
+            (("failure", *START_UP), 2),
+            (("failure", *START_UP[2:]), 2),
+            (("start", "budget", "failure", "start", "budget"), 2),
+            (("start", ("engine", "EngineCore_DP0"), "failure", ("engine", "EngineCore_DP1")), 1),
+            (("loading", "failure", "budget"), 1),
         ],
         ids=[
             "one-start",
@@ -76,6 +85,11 @@ class TestWhereALifeBegins:
             "start-after-the-middle",
             "log-from-the-middle",
             "sleep",
+            "failure-of-another-server",
+            "failure-of-another-server-and-no-arguments",
+            "failed-while-starting",
+            "failure-of-one-rank",
+            "failure-of-one-worker",
         ],
     )
     def test_count(self, steps: tuple[Step, ...], count: int) -> None:
@@ -153,7 +167,7 @@ class TestState:
         """A step that succeeded shows that the server serves, and how large its steps get."""
         lives = lives_of("start")
         for tokens in (500, 8000, 700):
-            lives.apply(Iteration(1, tokens, 2, 2, record()))
+            lives.traffic(Traffic((EngineStep(1, tokens, 2, 2),)))
         assert (lives.current.state, lives.current.largest_step) == ("serving", 8002)
 
     def test_fingerprint(self) -> None:

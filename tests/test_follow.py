@@ -59,7 +59,7 @@ class Feed:
         self.position = 0
         if store is not None:
             store.load(self.one)
-            self.position = int(self.one.tokens(SOURCE).get("s", 0))
+            self.position = int(self.one.tokens().get("s", 0))
         self.status = self.one.status
         self.counts = self.one.status.counts
 
@@ -121,6 +121,7 @@ def expected(data: bytes) -> Outcome:
 
 def outcome(one: Follower) -> Outcome:
     """What the follower counted."""
+    one.count_read()
     counts = one.status.counts
     return Outcome(
         tuple(sorted((k.class_id, k.phase, k.fatal) for k in one.known.values())),
@@ -403,9 +404,11 @@ class TestSilence:
         assert feed.one.fed == before + 1
 
     def test_a_stream_that_ended(self) -> None:
-        """The end of a stream closes its records at once."""
+        """The end of a stream ends its last line; its records wait for what may follow it."""
         feed = Feed()
         feed.one.take(SOURCE, Chunk("s", log(start(), fatal(100))[:-1], "x", ended=True), 0.0)
+        assert (feed.one.fed, feed.counts.error_lines) == (5, 1)
+        feed.tick(2)
         assert feed.one.fed == 6
 
 
@@ -611,9 +614,25 @@ class TestRestart:
         again.give((data + log(start(200), fatal(300), dead(300)))[again.position :], ticks=60)
         assert (again.counts.incidents.total(), again.counts.fatal.total()) == (2, 2)
         assert (again.counts.engine_starts, again.counts.error_lines) == (2, 2)
+        again.one.count_read()
         assert again.counts.lines.total() == data.count(b"\n") + again.counts.engine_starts * 0 + len(
             start() + fatal(0) + dead(0)
         )
+        store.close()
+
+    def test_what_was_read_is_shown_with_the_save(self, tmp_path: Path) -> None:
+        """Lines and bytes grow with a save only: what nobody saved may be read again, and nobody saw it."""
+        store = Store(tmp_path)
+        store.open()
+        feed = Feed(store)
+        feed.give(start(), ticks=1)
+        store.save(feed.one)
+        shown = feed.counts.lines.total(), feed.counts.read_bytes[SOURCE]
+        assert shown == (len(start()), len(log(start())))
+        feed.give(later(60))
+        assert (feed.counts.lines.total(), feed.counts.read_bytes[SOURCE]) == shown
+        again = Feed(store)
+        assert (again.counts.lines.total(), again.counts.read_bytes[SOURCE]) == shown
         store.close()
 
     def test_checkpoint(self, tmp_path: Path) -> None:
@@ -625,14 +644,36 @@ class TestRestart:
         feed.tick(30)
         assert feed.one.checkpoint is not None
         assert feed.one.checkpoint.streams["s"].token == str(len(log(start())))
-        feed.give(fatal(100), ticks=100)
+        feed.give(at(100, WORKER0, "ERROR", "w.py:1", oom()), ticks=100)  # how it ends is not known
         assert feed.one.checkpoint.streams["s"].token == str(len(log(start())))
         with_store = Store(tmp_path)
         with_store.open()
         with_store.save(feed.one)
-        assert Feed(with_store).one.tokens(SOURCE) == {"s": str(len(log(start())))}
-        assert Feed(with_store).one.tokens("/another.log") == {}
+        assert Feed(with_store).one.tokens() == {"s": str(len(log(start())))}
         with_store.close()
+
+    def test_behind_a_death(self, tmp_path: Path) -> None:
+        """Two seconds after the end of an engine a restart reads nothing of it again; late reports repeat it."""
+        store = Store(tmp_path)
+        store.open()
+        feed = Feed(store)
+        parts = [
+            log(start(), fatal(100), dead(100)),
+            log(at(130, WORKER0, "ERROR", "w.py:1", oom(gpu=1)), dead(160)),
+            log(warning(162), at(164, WORKER0, "ERROR", "w.py:1", oom()), start(200), fatal(300), dead(300)),
+        ]
+        for number, part in enumerate(parts):
+            feed.give(part, ticks=60)
+            store.save(feed.one)
+            feed = Feed(store)
+            assert feed.position == sum(map(len, parts[: number + 1]))
+        assert (feed.counts.incidents.total(), feed.counts.fatal.total()) == (2, 2)
+        assert (feed.counts.error_lines, feed.counts.engine_starts, feed.counts.near_misses) == (4, 2, 0)
+        calm = Feed()
+        for part in parts:
+            calm.give(part, ticks=60)
+        assert outcome(calm.one) == outcome(feed.one)
+        store.close()
 
     @pytest.mark.parametrize("counted", range(12))
     def test_lines_counted_before(self, counted: int, tmp_path: Path) -> None:
@@ -645,6 +686,7 @@ class TestRestart:
         store.save(feed.one)
         again = Feed(store)
         again.give(lines, ticks=30)
+        again.one.count_read()
         assert (again.counts.lines.total(), again.counts.read_bytes[SOURCE]) == (len(lines), len(log(lines)))
         assert (again.counts.error_lines, again.counts.incidents.total()) == (1, 1)
         store.close()
@@ -681,7 +723,7 @@ class TestRestart:
         store.open()
         feed = Feed(store)
         lines = [*start(), *fatal(100), *dead(100), *start(200), *fatal(300), *dead(300)]
-        feed.give(lines, ticks=30)
+        feed.give(lines, ticks=12)
         store.save(feed.one)
         before = [one["id"] for one in feed.status.incidents]
         again = Feed(store)
@@ -700,8 +742,42 @@ class TestRestart:
         store.save(feed.one)
         feed.give(start(500), ticks=60)
         store.save(feed.one)
-        assert Feed(store).one.tokens(SOURCE) == {"old": "end", "s": str(len(log(start(500))))}
+        assert Feed(store).one.tokens() == {"old": "end", "s": str(len(log(start(500))))}
         assert set(feed.one.reading()) == {"s"}
+        store.close()
+
+    def test_a_source_that_is_written_another_way(self, tmp_path: Path) -> None:
+        """Another SOURCE that leads to the same stream goes on with it, and counts nothing again."""
+        store = Store(tmp_path)
+        store.open()
+        feed = Feed(store)
+        feed.give(start(), ticks=60)
+        store.save(feed.one)
+        again = Feed(store)
+        again.one.take("/var/log/*.log", Chunk("s", log(fatal(100)), "900"), 2.0)
+        again.tick(60)
+        again.one.count_read()
+        assert (again.counts.engine_starts, again.counts.incidents.total()) == (1, 1)
+        assert again.counts.lines.total() == len(start() + fatal(100))
+        store.close()
+
+    def test_an_end_that_the_checkpoint_does_not_know(self, tmp_path: Path) -> None:
+        """A stream that ends while a checkpoint is being made keeps the position it had then, and its lines."""
+        store = Store(tmp_path)
+        store.open()
+        feed = Feed(store)
+        feed.give(start(), ticks=11)
+        data = log(start(), later(50))
+        feed.one.take(SOURCE, Chunk("s", data[feed.position :], str(len(data)), ended=True), 0.0)
+        for _ in range(60):
+            feed.tick()
+            store.save(feed.one)
+            again = Feed(store)
+            if again.position < len(data):
+                again.give(data[again.position :])
+            again.one.count_read()
+            assert again.counts.lines.total() == len(start()) + 1
+        assert set(feed.one.reading()) == set()
         store.close()
 
     def test_nothing_to_save(self) -> None:

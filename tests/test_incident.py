@@ -300,6 +300,22 @@ class TestTwoFailuresAreTwo:
         assert [incident.engine for incident in history.incidents()] == [0, 1]
         assert [life.state for life in history.lives.all] == ["dead", "dead"]
 
+    @pytest.mark.parametrize("seconds", [8, 45, 3600])
+    def test_a_failure_before_the_first_start(self, seconds: float) -> None:
+        """A failure without a time, left by a server of which nothing else is in the log, is of no later one."""
+        history = run([oom("1.00 GiB")], start(), fatal(seconds), dead(seconds))
+        first, second = history.incidents()
+        assert (first.engine, second.engine, len(history.lives.all)) == (0, 1, 2)
+        assert (first.facts["tried_bytes"], second.facts["tried_bytes"]) == (1 << 30, 460 << 20)
+        assert (first.fatal, second.fatal, second.class_id) == (True, True, "prefill_budget")
+
+    def test_a_late_failure_without_a_time(self) -> None:
+        """What has no time of its own is not older than the line before it: hours later it is another failure."""
+        history = run(start(), at(100, WORKER0, "ERROR", "w.py:1", oom()), later(9000), [oom()], later(9010))
+        assert len(history.incidents()) == 2
+        history = run(start(), at(100, WORKER0, "ERROR", "w.py:1", oom()), later(102), [oom()], later(110))
+        assert len(history.incidents()) == 1
+
     def test_two_survived_calls(self) -> None:
         """Two adapters that do not fit are two incidents that the engine survived."""
         history = run(start(), survived(100), later(103), survived(110), later(130))

@@ -4,8 +4,8 @@ from datetime import datetime
 
 import pytest
 
-from exporter.records import Iteration, Line, Record
-from exporter.vllm.iteration import iteration, iterations
+from exporter.records import Line, Record, TrafficSeen
+from exporter.vllm.iteration import iterations
 from exporter.vllm.log import LogParser
 from exporter.vllm.signals import signals
 
@@ -30,8 +30,7 @@ STEP = "Iteration(812): 3 context requests, 8100 context tokens, 41 generation r
 )
 def test_a_step(text: str) -> None:
     """The true tokens of a step are read in the wording of every version."""
-    step = iteration(record(text))
-    assert step is not None
+    (step,) = iterations(record(text))
     assert (step.context_requests, step.context_tokens) == (3, 8100)
     assert (step.generation_requests, step.generation_tokens) == (41, 92)
     assert step.tokens == 8192
@@ -50,12 +49,12 @@ def test_a_step(text: str) -> None:
 )
 def test_what_is_no_step(text: str) -> None:
     """Dummy steps of data parallel, quotes and cut lines are no steps."""
-    assert iteration(record(text)) is None
+    assert iterations(record(text)) == ()
 
 
 def test_a_huge_step() -> None:
     """A step of thousands of digits is no step, and stops nothing."""
-    assert iteration(record(STEP.replace("8100", "9" * 5000))) is None
+    assert iterations(record(STEP.replace("8100", "9" * 5000))) == ()
 
 
 def test_the_steps_of_one_second() -> None:
@@ -70,10 +69,11 @@ def test_the_steps_of_one_second() -> None:
     records += parser.flush()
     assert [step.context_tokens for record in records for step in iterations(record)] == [100, 8190, 200]
     found = [signal for record in records for signal in signals(record)]
-    assert max(one.context_tokens for one in found if isinstance(one, Iteration)) == 8190
+    steps = [step for one in found if isinstance(one, TrafficSeen) for step in one.traffic.steps]
+    assert [step.context_tokens for step in steps] == [100, 8190, 200]
 
 
 def test_a_step_behind_something_else_is_none() -> None:
     """A record that does not begin with a step may quote one in a later line."""
     several = Record("APIServer", 1, "INFO", None, "x.py", ("he sent", STEP), (1, 2))
-    assert list(iterations(several)) == []
+    assert iterations(several) == ()

@@ -10,8 +10,8 @@ import exporter
 ROOT = Path(exporter.__file__).parent
 ORDER = (
     *("records", "sources", "vllm", "diagnosis", "document", "analyze", "report"),
-    *("config", "logs", "status", "scrape", "engine_state", "follow", "state", "metrics", "web", "target"),
-    *("app", "cli"),
+    *("config", "logs", "status", "scrape", "engine_state", "follow", "state", "metrics", "web"),
+    *("notify", "device", "target", "app", "cli"),
 )
 PURE = ("vllm", "diagnosis")
 IO_MODULES = {

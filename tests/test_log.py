@@ -540,6 +540,14 @@ def test_the_dashed_format_of_python_logging() -> None:
     assert (record.time, record.process) == (datetime(2025, 11, 2, 12, 0, 4), "")
 
 
+@pytest.mark.parametrize("year", ["0001", "1999", "9999"])
+def test_a_year_without_vllm_is_no_time(year: str) -> None:
+    """Near the ends of the calendar a time has no seconds since the epoch; nobody served a model then."""
+    raw = {**TestJson.BASE, "asctime": f"{year}-01-01 00:00:00,417"}
+    records = parsed(f"{year}-01-01 00:00:04,315 - vllm.engine - ERROR - died", json.dumps(raw))
+    assert [record.time for record in records] == [None, None]
+
+
 class TestJson:
     """vLLM 0.32 and later with the JSON formatter, and older configurations of users."""
 

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import io
 import os
+import threading
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -168,3 +169,17 @@ def test_sizes(write: Callable[[str, bytes], str]) -> None:
     assert size_of(write("a.log", b"12345")) == 5
     assert size_of("-") is None
     assert size_of("/nonexistent/a.log") is None
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_pipe_is_read_without_going_back(tmp_path: Path, packed: bool) -> None:
+    """``analyze <(kubectl logs …)``: the first bytes tell gzip, and can't be read again."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    data = b"INFO 11-30 16:26:46 [core.py:1] one\n" * 9
+    writer = threading.Thread(
+        target=path.write_bytes, args=(gzip.compress(data) if packed else data,), daemon=True
+    )
+    writer.start()
+    assert b"".join(blocks(str(path))) == data
+    writer.join(10)

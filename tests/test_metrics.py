@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from exporter import metrics
 from exporter.diagnosis.knowledge import CLASS_IDS, builtin_classes
-from exporter.metrics import LATER, TABLE, StatusCollector, make_registry, reference
+from exporter.metrics import TABLE, StatusCollector, make_registry, reference
 from exporter.records import Life
 from exporter.sources.stream import SourceStats
 from exporter.status import Counts, LastIncident, Status, TargetStatus
@@ -79,9 +79,6 @@ CONTRACT = [
 # untyped in the client library
 parse_openmetrics: Callable[[str], Iterable[Metric]] = openmetrics_parser.text_string_to_metric_families
 
-# what families not exposed yet will add to one engine
-RESERVED = 25
-
 
 def filled_target() -> TargetStatus:
     """A server that ran out of memory once while serving, read from one file."""
@@ -107,6 +104,7 @@ def filled_target() -> TargetStatus:
             fatal=Counter({"prefill_budget": 1, "weights_load": 2}),
             error_lines=14,
             near_misses=3,
+            long_prompts=41,
             engine_starts=2,
             fingerprints=Counter({"without_warn": 1}),
             lines=Counter({("/var/log/vllm/*.log", "parsed"): 1000, ("/var/log/vllm/*.log", "unparsed"): 7}),
@@ -135,6 +133,16 @@ def filled_target() -> TargetStatus:
         scrape_seconds=0.004,
         largest_step_tokens=16384,
         recommended_budget=4096,
+        trigger={
+            "verdict": "supports",
+            "events": 4,
+            "effective_events": 3,
+            "control_windows": 30,
+            "prompt_length": {"pvalue": 0.0003, "rank_ratio": 0.98},
+            "request_rate": {"pvalue": 0.41, "rank_ratio": 0.55},
+        },
+        confirmation={"state": "accruing", "exposures": 12, "exposures_needed": 35},
+        risk={"state": "exceeded", "reasons": ["…"], "headroom_bytes": -123456},
     )
 
 
@@ -222,9 +230,9 @@ def samples(families: Iterable[Metric]) -> dict[tuple[str, tuple[tuple[str, str]
     }
 
 
-def test_table_and_later_cover_the_contract_exactly() -> None:
-    """Every name that others rely on is in the table or reserved, none twice, and no other is."""
-    names = [family.name for family in TABLE] + list(LATER)
+def test_the_table_covers_the_contract_exactly() -> None:
+    """Every name that others rely on is in the table, none twice, and no other is."""
+    names = [family.name for family in TABLE]
     assert sorted(names) == sorted(CONTRACT)
 
 
@@ -255,7 +263,7 @@ def test_every_valid_pair_is_there_at_zero_before_anything_happened() -> None:
 
 
 def test_unknown_gauges_are_absent() -> None:
-    """Of a target that nothing is known of there are counters, its state, and nothing else."""
+    """Of a target that nothing is known of there are counters, states that say so, and nothing else."""
     found = series(Status(targets=[TargetStatus("default")]))
     families = {name.partition("{")[0] for name in found}
     assert families == {
@@ -266,6 +274,12 @@ def test_unknown_gauges_are_absent() -> None:
         "vllm_oom_fingerprint_matches_total",
         "vllm_oom_engine_state",
         "vllm_oom_engine_starts_total",
+        "vllm_oom_long_prompts_total",
+        "vllm_oom_budget_risk",
+        "vllm_oom_trigger_events",
+        "vllm_oom_trigger_control_windows",
+        "vllm_oom_trigger_verdict",
+        "vllm_oom_confirmation",
         "vllm_oom_state_write_failures_total",
         "vllm_oom_config_last_reload_successful",
         "vllm_oom_exporter_build_info",
@@ -357,9 +371,9 @@ def test_sources_beyond_the_cap_are_summed_up() -> None:
 
 
 def test_hostile_values_stay_within_400_series() -> None:
-    """Whatever the status holds, one engine has fewer than 400 series, with room for families to come."""
+    """Whatever the status holds, one engine has at most 400 series."""
     found = [line for line in generate_latest(make_registry(hostile())).splitlines() if line[:1] != b"#"]
-    assert 300 < len(found) + RESERVED <= 400
+    assert 300 < len(found) <= 400
     assert len(found) == len({line.rpartition(b" ")[0] for line in found})
     assert not any(b"nan" in line.lower() or b"inf" in line.rpartition(b" ")[2].lower() for line in found)
     assert all(len(line) < 4096 for line in found)

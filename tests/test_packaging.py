@@ -29,13 +29,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
-    """Every module and class file is in the wheel; tests and captures are not."""
+    """Every module, class file and template is in the wheel; tests and captures are not."""
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.partition("/")[0] for name in names}
     assert tops == {"exporter", f"vllm_oom_exporter-{exporter.__version__}.dist-info"}
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "exporter").rglob("*.py")}
     assert sources <= set(names)
     assert {f"exporter/diagnosis/classes/{one}.yaml" for one in CLASS_IDS} <= set(names)
+    assert {"exporter/web/templates/incident.html", "exporter/web/static/page.css"} <= set(names)
 
 
 def test_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class TestGenerations:
         assert output_facts(text) == {
             "step_tokens": 8192, "prefill_tokens": 8191, "decode_tokens": 1, "max_prompt_tokens": 29000,
             "max_computed_tokens": 0, "spec_tokens": False, "encoder_inputs": False, "lora_requested": False,
-            "prompt_logprobs_requested": False,
+            "prompt_logprobs_requested": False, "prompt_lengths": (29000,),
         }  # fmt: skip
 
     @pytest.mark.parametrize("generation", [1, 2, 3])
@@ -287,6 +287,7 @@ class TestIds:
         name = f"{prefix}{name}~"
         facts = output_facts(output([new_request(name, 5000)], cached_g3(("d", 70, 3)), {name: 4095, "d": 1}))
         assert facts["step_tokens"] == 4096
+        assert facts.pop("prompt_lengths") == (5000,)
         assert all(isinstance(value, bool | int) for value in facts.values())
 
 

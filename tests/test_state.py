@@ -21,7 +21,7 @@ from exporter import state
 from exporter.diagnosis.knowledge import builtin_classes
 from exporter.follow import Checkpoint, Follower, Known, StreamState
 from exporter.sources.stream import Chunk, SourceStats
-from exporter.state import FILE, KEPT_INCIDENTS, KEPT_SECONDS, StateError, Store
+from exporter.state import FILE, KEPT_INCIDENTS, KEPT_SECONDS, SCHEMA, StateError, Store
 from exporter.status import LastIncident, TargetStatus
 
 CLASSES = builtin_classes()
@@ -296,7 +296,7 @@ class TestMovedAside:
         new = self.reopened(tmp_path)
         assert new.moved_aside is not None
         assert dumped(new.moved_aside) == before
-        assert "newer version (schema 2, this one knows 1)" in new.why_moved
+        assert f"newer version (schema {SCHEMA + 1}, this one knows {SCHEMA})" in new.why_moved
 
     @pytest.mark.parametrize(
         "change",
@@ -620,8 +620,10 @@ class TestBounds:
         clock[0] += 1
         self.prune(store)
         after = follower(store)
-        assert (after.known, after.events, after.status.incidents) == ({}, {}, [])
-        assert after.status.counts.incidents.total() == 1
+        assert (after.known, after.status.incidents) == ({}, [])
+        # the life is in the checkpoint, so it stays known
+        assert {one.partition(":")[0] for one in after.events} == {"life", "fingerprint"}
+        assert (after.status.counts.incidents.total(), after.status.counts.engine_starts) == (1, 1)
         assert after.checkpoint is not None
         assert after.checkpoint.streams == {}
 
@@ -759,22 +761,43 @@ class TestMigration:
     """A file of an older version is brought up, step by step."""
 
     def old(self, folder: Path) -> Path:
-        """A file of version 1 as version 3 would find it."""
+        """A file of this version, which a later one would find."""
         path = saved(folder)
         with closing(sqlite3.connect(path)) as db:
-            assert db.execute("PRAGMA user_version").fetchone() == (1,)
+            assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA,)
         return path
+
+    def test_a_file_without_exposures(self, tmp_path: Path) -> None:
+        """Version 1 had no windows: everything it knew is taken over, and they are kept from now on."""
+        path = saved(tmp_path)
+        with closing(sqlite3.connect(path)) as db:
+            known = db.execute("SELECT count(*) FROM incident").fetchone()
+            counts = json.loads(db.execute("SELECT counts FROM target").fetchone()[0])
+            del counts["long_prompts"]
+            db.execute("UPDATE target SET counts = ?", (json.dumps(counts),))
+            db.commit()
+            db.executescript("DROP TABLE exposure; DROP TABLE window; PRAGMA user_version = 1;")
+        new = Store(tmp_path)
+        new.open()
+        assert new.moved_aside is None
+        one = follower(new)
+        assert (len(one.known),) == known
+        new.save(one)
+        new.close()
+        with closing(sqlite3.connect(path)) as db:
+            assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA,)
+            assert db.execute("SELECT count(*) FROM exposure").fetchone()[0] > 0
 
     def test_steps(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every version between is passed, and nothing is lost."""
         path = self.old(tmp_path)
-        monkeypatch.setattr(state, "SCHEMA", 3)
+        monkeypatch.setattr(state, "SCHEMA", SCHEMA + 2)
         monkeypatch.setattr(
             state,
             "MIGRATIONS",
             {
-                1: "ALTER TABLE event ADD COLUMN kind TEXT NOT NULL DEFAULT 'life'",
-                2: "UPDATE event SET kind = kind || '!'; CREATE TABLE more (name TEXT);",
+                SCHEMA: "ALTER TABLE event ADD COLUMN kind TEXT NOT NULL DEFAULT 'life'",
+                SCHEMA + 1: "UPDATE event SET kind = kind || '!'; CREATE TABLE more (name TEXT);",
             },
         )
         new = Store(tmp_path)
@@ -783,7 +806,7 @@ class TestMigration:
         assert len(follower(new).known) == 1
         new.close()
         with closing(sqlite3.connect(path)) as db:
-            assert db.execute("PRAGMA user_version").fetchone() == (3,)
+            assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA + 2,)
             assert db.execute("SELECT DISTINCT kind FROM event").fetchall() == [("life!",)]
             assert db.execute("SELECT count(*) FROM more").fetchone() == (0,)
 
@@ -791,8 +814,8 @@ class TestMigration:
         """A step is done whole or not at all; a file that can't be brought up is moved aside as it was."""
         path = self.old(tmp_path)
         before = dumped(path)
-        monkeypatch.setattr(state, "SCHEMA", 2)
-        monkeypatch.setattr(state, "MIGRATIONS", {1: "DELETE FROM incident; DELETE FROM nothing"})
+        monkeypatch.setattr(state, "SCHEMA", SCHEMA + 1)
+        monkeypatch.setattr(state, "MIGRATIONS", {SCHEMA: "DELETE FROM incident; DELETE FROM nothing"})
         new = Store(tmp_path)
         new.open()
         assert new.moved_aside is not None

@@ -50,12 +50,15 @@ class ConfigError(Exception):
         self.problems = problems
 
 
-def load(path: Path | None, environment: Mapping[str, str], flags: Mapping[str, object]) -> Config:
+def load(
+    path: Path | None, environment: Mapping[str, str], flags: Mapping[str, object], *, needs_log: bool = True
+) -> Config:
     """Read and check everything; ConfigError with every problem if there is one.
 
     ``path``: the file, else the one that ``VLLM_OOM_CONFIG`` names, else none. ``flags`` maps keys
     (``Option.key``) to text, a list of texts or a bool; None and an empty list mean not given, and
-    what is no option is ignored. A list given in one layer replaces that of the layer below.
+    what is no option is ignored. A list given in one layer replaces that of the layer below. Without
+    ``needs_log`` no log has to be named: for a command that reads none.
     """
     problems: list[str] = []
     if path is None and environment.get(PREFIX + "CONFIG", "").strip():
@@ -78,7 +81,7 @@ def load(path: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
         ]
     elif "log" in given:
         _check_sources(given["log"].values, problems)
-    elif readable:
+    elif readable and needs_log:
         problems.append(_no_log(path))
     if problems:
         raise ConfigError(problems)

@@ -13,9 +13,11 @@ from pathlib import Path
 from .values import (
     ADDRESS,
     DIR,
+    EXTERNAL_URL,
     FILE,
     PREFIX,
     PUSH_URLS,
+    RUNBOOK_URL,
     SOURCES,
     VLLM_URL,
     YES_NO,
@@ -54,8 +56,10 @@ class Config:
     listen: Address
     state_dir: Path | None
     alertmanager_url: tuple[str, ...] = field(repr=False)
+    runbook_url: str | None
     linger: float
     web_config_file: Path | None
+    web_external_url: str | None
     web_enable_lifecycle: bool
     web_hide_excerpts: bool
     classes: Path | None
@@ -89,9 +93,11 @@ OPTIONS = (
     Option("--scrape-interval", duration("100ms", "1h"), "2s", "time between two scrapes of the server"),
     Option("--listen", ADDRESS, "0.0.0.0:10977", "address to serve metrics, pages and API on"),
     Option("--state-dir", DIR, "", "where counters, incidents and log positions outlive a restart; without it they don't"),
-    Option("--alertmanager-url", PUSH_URLS, "", "Alertmanager to push incidents to (checked only: not used yet)"),
+    Option("--alertmanager-url", PUSH_URLS, "", "Alertmanager to push incidents to, past Prometheus; repeat it for each replica"),
+    Option("--runbook-url", RUNBOOK_URL, "", "address of the folder with the runbooks; pushed alerts link to them"),
     Option("--linger", duration("0s", "1h"), "30s", "time left for a last scrape when standard input has ended"),
     Option("--web.config.file", FILE, "", "TLS and basic auth, in the format of Prometheus' exporter-toolkit"),
+    Option("--web.external-url", EXTERNAL_URL, "", "address under which people reach the pages here; pushed alerts link to it"),
     Option("--web.enable-lifecycle", YES_NO, "false", "allow POST /-/reload"),
     Option("--web.hide-excerpts", YES_NO, "false", "show no log excerpts on pages and in the API"),
     Option("--classes", DIR, "", "directory with more class files"),

@@ -169,6 +169,20 @@ def _vllm_url(text: str) -> str:
     return url
 
 
+def _push_url(text: str) -> str:
+    url = _url(text)
+    if urlsplit(url).path.endswith("/api/v2/alerts"):
+        raise RefusedError("/api/v2/alerts is added to it")
+    return url
+
+
+def _shown_url(text: str) -> str:
+    url = _url(text)
+    if "@" in urlsplit(url).netloc:
+        raise RefusedError("is shown to people, so it can't hold credentials")
+    return url
+
+
 def shown_url(url: str) -> str:
     """A URL of the configuration without the credentials in it."""
     parts = urlsplit(url)
@@ -209,7 +223,9 @@ SOURCES = Kind(
 )  # fmt: skip
 _HTTP = "an http:// or https:// URL of a host, such as "
 VLLM_URL = Kind("URL", _HTTP + "http://localhost:8000", _vllm_url)
-PUSH_URLS = Kind("URL", _HTTP + "http://alertmanager:9093", _url, repeatable=True)
+PUSH_URLS = Kind("URL", _HTTP + "http://alertmanager:9093", _push_url, repeatable=True)
+EXTERNAL_URL = Kind("URL", _HTTP + "https://oom.example.org", _shown_url)
+RUNBOOK_URL = Kind("URL", _HTTP + "https://runbooks.example.com/vllm-oom", _shown_url)
 FILE = Kind("FILE", "the path of a file", Path)
 DIR = Kind("DIR", "the path of a directory", Path)
 # what YAML spells so, and what charts put into variables

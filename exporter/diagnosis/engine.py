@@ -8,7 +8,7 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
-from ..records import Dump, Iteration, Life, LifeMark, MemoryParts, Record, Settings, Signal
+from ..records import Dump, Failure, Life, LifeMark, MemoryParts, Record, Settings, Signal, Traffic
 
 _DEAD = ("dead", "stopped")
 
@@ -29,6 +29,7 @@ class Lives:
         self._engines: set[str] = set()
         self._progress: list[tuple[str, Record]] = []
         self._stop_asked = False
+        self._failed = False
         self._begun = 0
         self.line = 0
         """Line of the record being taken in."""
@@ -60,16 +61,24 @@ class Lives:
                     self._progress.append(("loaded", signal.record))
                 if {"kv_cache_bytes", "kv_cache_tokens", "num_gpu_blocks"} & signal.values.keys():
                     self._progress.append(("sized", signal.record))
-            case Iteration():
-                self.current.largest_step = max(self.current.largest_step, signal.tokens)
-                if self.current.state == "starting":
-                    self.current.state = "serving"
             case Dump():
                 version = signal.facts.get("vllm_version")
                 if isinstance(version, str) and self.current.vllm_version is None:
                     self.current.vllm_version = version
+            case Failure():
+                if not self.all:
+                    self._begin(None)
+                self._failed = True
             case _:
                 pass
+
+    def traffic(self, traffic: Traffic) -> None:
+        """Steps that succeeded show that the server serves, and how large they get."""
+        if traffic.steps:
+            life = self.current
+            life.largest_step = max(life.largest_step, *(step.tokens for step in traffic.steps))
+            if life.state == "starting":
+                life.state = "serving"
 
     def died(self) -> None:
         """The engine of the current life is gone. A stop that was asked for stays a stop."""
@@ -86,6 +95,7 @@ class Lives:
             "begun": self._begun,
             "engines": sorted(self._engines),
             "stop_asked": self._stop_asked,
+            "failed": self._failed,
             "lives": [
                 asdict(life) | {"started": life.started.isoformat() if life.started else None}
                 for life in self.all[-2:]
@@ -101,6 +111,7 @@ class Lives:
         self._begun = saved["begun"]
         self._engines = set(saved["engines"])
         self._stop_asked = saved["stop_asked"]
+        self._failed = saved.get("failed", False)
 
     def _begin(self, record: Record | None) -> Life:
         life = Life(index=self._begun, started=record.time if record else None, line=self.line)
@@ -108,7 +119,7 @@ class Lives:
         self.all.append(life)
         self._engines.clear()
         self._progress.clear()
-        self._stop_asked = False
+        self._stop_asked = self._failed = False
         return life
 
     def _mark(self, mark: LifeMark) -> None:
@@ -117,6 +128,8 @@ class Lives:
         if life is None or self._restarts(kind, record, life):
             life = self._begin(record if kind in ("start", "engine", "budget", "loading") else None)
         match kind:
+            case "start" if record.head.startswith("non-default args"):
+                life.args_seen = True
             case "engine":
                 self._engines.add(_engine_name(record))
             case "budget":
@@ -141,7 +154,9 @@ class Lives:
     def _restarts(self, kind: str, record: Record, life: Life) -> bool:
         """Whether this mark can only belong to a new life."""
         if kind == "start":
-            return life.state != "starting" or bool(self._engines)
+            return life.state != "starting" or bool(self._engines) or self._failed
+        if kind in ("engine", "budget", "loading") and self._failed and self._from_the_middle(life):
+            return True
         if kind == "engine":
             name = _engine_name(record)
             if life.state in _DEAD:
@@ -153,6 +168,10 @@ class Lives:
         if kind in ("budget", "loading"):
             return life.state in (*_DEAD, "serving") and record.file != "core_client.py"
         return False
+
+    def _from_the_middle(self, life: Life) -> bool:
+        """Whether nothing of the start of this life was in the log."""
+        return life.started is None and not self._engines and not self._progress
 
     def _settings(self, life: Life, signal: Settings) -> None:
         for name, value in signal.values.items():

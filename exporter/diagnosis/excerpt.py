@@ -85,7 +85,7 @@ def _dump(dump: Dump) -> list[tuple[int, str]]:
     if dump.part == "config" or not dump.facts:
         return []
     name = "SchedulerOutput" if dump.part == "output" else "SchedulerStats"
-    numbers = ", ".join(f"{key}={value}" for key, value in dump.facts.items())
+    numbers = ", ".join(f"{key}={value}" for key, value in dump.facts.items() if key != "prompt_lengths")
     return [(dump.record.numbers[0], f"{_prefix(dump.record)}{name}({numbers})")]
 
 

@@ -6,20 +6,35 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from ..records import Dump, Failure, Incident, LifeMark, NearMiss, Phase, Record, Terminal
+from ..records import (
+    Dump,
+    Facts,
+    Failure,
+    Incident,
+    LifeMark,
+    NearMiss,
+    Phase,
+    Record,
+    Terminal,
+    Traffic,
+    TrafficSeen,
+    line_number,
+)
 from ..vllm.signals import signals
 from .advice import advise
 from .classify import classify
 from .engine import Lives
 from .excerpt import excerpt
+from .exposure import Failed
 from .features import facts, features
 from .incident import Case, Incidents
 from .knowledge import FailureClass, builtin_classes
+from .ledger import Ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +48,16 @@ class _Frozen:
 class History:
     """Everything known of one server. Feed records in order, then ``finish``."""
 
-    def __init__(self, classes: Mapping[str, FailureClass] | None = None) -> None:
+    def __init__(
+        self,
+        classes: Mapping[str, FailureClass] | None = None,
+        stream_of: Callable[[int], str] = lambda _: "",
+    ) -> None:
+        """``stream_of`` names the stream of a line by its number; of a single one nobody needs a name."""
         self._classes = classes if classes is not None else builtin_classes()
         self.lives = Lives()
-        self._incidents = Incidents()
+        self.ledger = Ledger()
+        self._incidents = Incidents(stream_of)
         self._frozen: dict[int, _Frozen] = {}
         self._now: datetime | None = None
         self.error_lines: list[int] = []
@@ -49,21 +70,24 @@ class History:
         """Allocator retries that were survived."""
         return self._incidents.near_misses
 
-    def feed(self, record: Record, stream: str = "") -> None:
-        """Take in one record of ``stream``; of a single one nobody needs a name."""
-        self._incidents.stream = stream
-        self.lives.line = record.numbers[0]
+    def feed(self, record: Record) -> None:
+        """Take in one record."""
+        self.lives.line = line_number(record.numbers[0])
         if record.timed:
             self._now = record.time
             for case in self._incidents.tick(record.time):
                 self._freeze(case)
         self._incidents.seen_record()
         for signal in signals(record):
+            if isinstance(signal, TrafficSeen):
+                self.traffic(signal.traffic, record.time)
+                continue
             before = len(self.lives.all)
             if isinstance(signal, LifeMark) or not self.lives.all:
                 self.lives.apply(signal)
                 if len(self.lives.all) > before:
                     self._incidents.new_life()
+                    self.sync()
                 if isinstance(signal, LifeMark):
                     continue
             else:
@@ -77,6 +101,20 @@ class History:
             if getattr(signal, "kind", "") in ("fatal", "start_failed", "dead"):
                 self.lives.died()
 
+    def traffic(self, traffic: Traffic, time: datetime | None) -> None:
+        """Take in what lines of ordinary traffic said, of one second."""
+        before = len(self.lives.all)
+        self.lives.traffic(traffic)
+        if len(self.lives.all) > before:
+            self._incidents.new_life()
+            self.sync()
+        self.ledger.traffic(self.lives.current, traffic, time)
+
+    def sync(self) -> None:
+        """Bring the ledger up to date with what the log has said of the newest lives."""
+        for life in self.lives.all[-2:]:
+            self.ledger.life(life)
+
     def feed_all(self, records: Iterable[Record]) -> None:
         """Take in many records."""
         for record in records:
@@ -89,10 +127,11 @@ class History:
         for case in self._incidents.cases:
             if case.fatal and case.life is self.lives.current:
                 self.lives.died()
+        self.sync()
 
     def incidents(self) -> list[Incident]:
         """Every incident so far, oldest first."""
-        return [self._incident(case) for case in self._incidents.cases]
+        return [self._incident(case) for case in self._incidents.cases if not case.over]
 
     # --- for an input that does not end -----------------------------------------------------------
 
@@ -103,7 +142,7 @@ class History:
 
     def settled(self) -> list[Incident]:
         """The settled incidents that are not forgotten yet, oldest first."""
-        return [self._incident(case) for case in self._incidents.cases if case.settled]
+        return [self._incident(case) for case in self._incidents.cases if case.settled and not case.over]
 
     def survived_warnings(self, quiet: bool = False) -> list[NearMiss]:
         """Near misses that no failure can claim any more; ``quiet``: nothing came for five seconds."""
@@ -141,6 +180,11 @@ class History:
             return not self._incidents.unclaimed(self._now)
         return self._incidents.done(self._now)
 
+    @property
+    def _over(self) -> bool:
+        """Whether the current life ended with a failure that is counted."""
+        return self._incidents.over and self._incidents.cases[-1].life is self.lives.current
+
     def forget(self) -> None:
         """Drop what only the end of a finite input would ask for."""
         self._incidents.forget()
@@ -150,16 +194,36 @@ class History:
 
     def snapshot(self) -> dict[str, object]:
         """What ``restore`` needs to go on from here, as plain JSON data. Only when ``done``."""
-        return self.lives.snapshot()
+        self.sync()
+        return {**self.lives.snapshot(), "over": self._over, "ledger": self.ledger.snapshot()}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go on where ``snapshot`` was taken."""
         self.lives.restore(saved)
+        if saved.get("over"):
+            self._incidents.restore(self.lives.current)
+        if "ledger" in saved:  # not before exposures were kept
+            self.ledger.restore(saved["ledger"])
 
     def _freeze(self, case: Case) -> None:
         shown = facts(case)
         verdict = classify(case, features(case, shown), shown, self._classes)
-        self._frozen[id(case)] = _Frozen(verdict.class_id, _phase(case, verdict.class_id, self._classes))
+        frozen = _Frozen(verdict.class_id, _phase(case, verdict.class_id, self._classes))
+        self._frozen[id(case)] = frozen
+        self._note(case, frozen, shown)
+
+    def _note(self, case: Case, frozen: _Frozen, shown: Facts) -> None:
+        """Tell the ledger what failed, or what more is known of it."""
+        dumped = case.dump["output"].facts if "output" in case.dump else {}
+        lengths = dumped.get("prompt_lengths", ())
+        # where only later chunks of a prompt were scheduled, its length is not in the dump, but is more than this
+        longest = max(_whole(shown.get(name)) or 0 for name in ("max_prompt_tokens", "max_computed_tokens"))
+        failed = Failed(
+            _identity(case), case.time, frozen.class_id, frozen.phase, case.fatal,
+            _whole(shown.get("step_tokens")), longest or None,
+            lengths if isinstance(lengths, tuple) else (),
+        )  # fmt: skip
+        self.ledger.failed(case.life, failed, _whole(shown.get("running_requests")))
 
     def _incident(self, case: Case) -> Incident:
         shown = facts(case)
@@ -168,6 +232,7 @@ class History:
         frozen = self._frozen.get(id(case))
         class_id = frozen.class_id if frozen else verdict.class_id
         phase = frozen.phase if frozen else _phase(case, class_id, self._classes)
+        self._note(case, _Frozen(class_id, phase), shown)
         one = self._classes[class_id]
         return Incident(
             id=_identity(case),
@@ -180,11 +245,15 @@ class History:
             facts=shown,
             evidence=verdict.evidence,
             ranking=verdict.ranking,
-            advice=advise(case, shown, found, one),
+            advice=advise(case, shown, found, one, self.ledger.good_budget(case.life)),
             excerpt=excerpt(case),
             lines=case.lines(),
             reports=frozenset(case.reports),
         )
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _phase(case: Case, class_id: str, classes: Mapping[str, FailureClass]) -> str:
@@ -202,7 +271,9 @@ def _identity(case: Case) -> str:
     """
     first = case.first
     record = first.record
-    return short_hash(record.time, record.process, record.pid, first.kind, first.shown, first.line)
+    return short_hash(
+        record.time, record.process, record.pid, first.kind, first.shown, line_number(first.line)
+    )
 
 
 def short_hash(*parts: object) -> str:

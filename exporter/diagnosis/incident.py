@@ -8,11 +8,11 @@ its last line: then its class freezes. Later lines may complete its facts and ma
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from ..records import Dump, Failure, Life, NearMiss, Record, Signal, Terminal
+from ..records import Dump, Failure, Life, NearMiss, Record, Signal, Terminal, line_number
 from ..vllm.log import seconds_between
 from ..vllm.traceback import Reading, read
 
@@ -63,6 +63,7 @@ class Case:
     last_time: datetime | None = None
     settled: bool = False
     presumed_fatal: bool = False
+    over: bool = False  # of a former process: settled, and the end of its engine
     reports: set[tuple[str, int]] = field(default_factory=set)  # stream and line
 
     @property
@@ -98,7 +99,7 @@ class Case:
     @property
     def ended(self) -> bool:
         """Whether a line said that the engine is gone, or never came up."""
-        return any(not t.kind.startswith("survived") for t in self.terminals)
+        return self.over or any(not t.kind.startswith("survived") for t in self.terminals)
 
     @property
     def fatal(self) -> bool:
@@ -186,22 +187,25 @@ def _says_fatal(terminal: Terminal) -> bool:
 
 
 def _gap(case: Case, record: Record) -> float | None:
-    """Seconds since the last line of ``case``; None where either has no clock of its own."""
-    return seconds_between(case.last_time, record.time) if record.timed else None
+    """Seconds since the last line of ``case``; None where they are not known.
+
+    A record that borrowed its time from the line before is not older: then it is at least as many.
+    """
+    gap = seconds_between(case.last_time, record.time)
+    return gap if record.timed or (gap or 0) > 0 else None
 
 
 class Incidents:
     """Puts signals together into cases. ``near_misses`` counts retries that were survived."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream_of: Callable[[int], str] = lambda _: "") -> None:
+        self._stream_of = stream_of
         self.cases: list[Case] = []
         self._warnings: list[NearMiss] = []
         self._dump: dict[str, Dump] = {}
         self._records_since_warning = 0
         self._other_death = False
         self._forgotten = 0
-        self.stream = ""
-        """Where the record being taken in comes from."""
 
     @property
     def near_misses(self) -> int:
@@ -229,10 +233,22 @@ class Incidents:
         case = self.cases[-1] if self.cases else None
         if case is None:
             return True
+        if self.over:
+            return True
         gap = seconds_between(case.last_time, now) if now is not None else None
         if not case.settled or gap is None:
             return False
         return gap > (_SAME_TEXT_SECONDS if case.survived else _HANG_SECONDS)
+
+    @property
+    def over(self) -> bool:
+        """Whether the last case was the end of its engine: what follows in that life only repeats it."""
+        case = self.cases[-1] if self.cases else None
+        return case is not None and case.settled and case.ended and not case.survived
+
+    def restore(self, life: Life) -> None:
+        """Go on behind a case of ``life`` that is ``over``, of which nothing else is known any more."""
+        self.cases.append(Case(life, None, settled=True, over=True))
 
     def forget(self) -> None:
         """Drop the cases that nothing can be added to: all but the last."""
@@ -329,7 +345,7 @@ class Incidents:
                 case.dump.update(self._dump)
             self._dump = {}
             self.cases.append(case)
-        case.reports.add((self.stream, failure.line))
+        case.reports.add((self._stream_of(failure.line), line_number(failure.line)))
         if len(case.failures) < _KEPT_FAILURES:
             case.failures.append(failure)
         self._touch(case, failure.record)
@@ -348,7 +364,8 @@ class Incidents:
         if case.ended:
             return case  # nothing of a dead engine fails again
         if case.survived:
-            same_call = self._same_text(case, failure) and gap is not None and gap <= SETTLE_SECONDS
+            known = gap is not None and failure.record.timed
+            same_call = known and self._same_text(case, failure) and (gap or 0) <= SETTLE_SECONDS
             return case if same_call else None
         if gap is None or gap <= _SAME_TEXT_SECONDS:
             others = failure.record.process not in {f.record.process for f in case.failures}
@@ -440,5 +457,7 @@ class Incidents:
 
     @staticmethod
     def _close(earlier: Record, later: Record, seconds: float) -> bool:
-        gap = seconds_between(earlier.time, later.time) if earlier.timed and later.timed else None
+        gap = seconds_between(earlier.time, later.time) if earlier.timed else None
+        if gap is not None and not later.timed:
+            return gap <= seconds  # it is not older than the time it borrowed
         return gap is None or abs(gap) <= seconds

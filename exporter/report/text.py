@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from ..analyze import Analysis
 from ..diagnosis.engine import budget, changed
 from ..diagnosis.knowledge import FailureClass, builtin_classes
-from ..document import time_text
+from ..document import outlook, time_text
 from ..records import Confidence, Incident, Life
 from ..vllm.memory_error import human
 
@@ -41,6 +42,7 @@ def _report(analysis: Analysis) -> Iterator[str]:
     if lives and (len(lives) > 1 or not incidents):
         yield ""
         yield from _lives(lives, incidents)
+    yield from _outlook(outlook(history))
     if history.near_misses:
         yield ""
         yield from _wrap(
@@ -53,6 +55,22 @@ def _report(analysis: Analysis) -> Iterator[str]:
         yield f"{analysis.truncated} lines were longer than 1 MiB; their middle was not read."
     yield ""
     yield f"Read {analysis.lines:,} lines, {human(analysis.bytes)}."
+
+
+def _outlook(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Whether failures follow prompt length, whether a lower budget cured them, what may come."""
+    items = []
+    if (trigger := found.get("trigger")) and trigger["events"]:
+        items.append(f"What triggers it ({trigger['verdict']}): {trigger['says']}")
+    if (confirmation := found.get("confirmation")) and confirmation["state"] != "none":
+        items.append(f"Whether a smaller step cured it ({confirmation['state']}): {confirmation['says']}")
+    if (risk := found.get("risk")) and risk["state"] != "unknown":
+        items.append(f"Risk of the budget now ({risk['state']}): {' '.join(risk['reasons'])}")
+    if items:
+        yield ""
+        yield "Outlook"
+    for item in items:
+        yield from _wrap(item, "  - ", "    ")
 
 
 def _nothing(analysis: Analysis) -> str:
@@ -73,7 +91,7 @@ def _incident(title: str, incident: Incident, lives: list[Life]) -> Iterator[str
     yield from _wrap(f"{one.name}.", "  ")
     yield f"  Confidence: {_CONFIDENCE[incident.confidence]}.{f'  Time: {when}.' if when else ''}"
     life = lives[incident.engine]
-    yield from _section("Numbers", _numbers(incident.facts, life))
+    yield from _section("Numbers", [*numbers(incident.facts), *_server(life)])
     yield from _section("What changed", _changes(life, lives))
     favour = [e for e in incident.evidence if e.favours == incident.class_id]
     yield from _section("For it", [_reason(e.says, e.weight, e.line) for e in favour if e.weight > 0])
@@ -86,7 +104,8 @@ def _incident(title: str, incident: Incident, lives: list[Life]) -> Iterator[str
     yield from _section("Against it", against + others)
     yield from _section("Do", _remedies(incident))
     if incident.advice.because:
-        yield from _wrap(f"Why this number: {incident.advice.because}.", "    ")
+        yield ""
+        yield from _wrap(f"{incident.advice.because}.", "    ")
     yield from _section("Do not bother", [f"{d.text}: {d.why}" for d in incident.advice.dead_ends])
     yield from _section("Confirm", [incident.advice.confirm])
     if incident.excerpt:
@@ -97,7 +116,8 @@ def _incident(title: str, incident: Incident, lives: list[Life]) -> Iterator[str
     yield f"  More: vllm-oom-exporter explain {incident.class_id}"
 
 
-def _numbers(facts: Mapping[str, object], life: Life) -> Iterator[str]:
+def numbers(facts: Mapping[str, object]) -> Iterator[str]:
+    """The facts of an incident in human units, one clause each."""
     if "tried_bytes" in facts:
         free = f", {human(facts['free_bytes'])} was free" if "free_bytes" in facts else ""
         total = f" of {human(facts['total_bytes'])}" if "total_bytes" in facts else ""
@@ -130,6 +150,9 @@ def _numbers(facts: Mapping[str, object], life: Life) -> Iterator[str]:
     ranks = facts.get("ranks")
     if isinstance(ranks, list) and len(ranks) > 1:
         yield f"ranks {', '.join(map(str, ranks))} failed; the numbers are of the one with the least free memory"
+
+
+def _server(life: Life) -> Iterator[str]:
     version = f"vLLM {life.vllm_version}" if life.vllm_version else None
     settings = [
         f"{name}={life.settings[name]}"
@@ -231,8 +254,17 @@ def _explain(one: FailureClass) -> Iterator[str]:
     yield from _section("Sources", one.sources)
 
 
+_PAIRING = {
+    "{pairing}": "Pin the KV pool at its size in the same change (--kv-cache-memory-bytes from vLLM 0.10.2, "
+    "--num-gpu-blocks-override before): else the pool takes most of what a smaller step frees.",
+    "{pairing_flags}": "--kv-cache-memory-bytes {pin_kv_cache_bytes}",
+}
+
+
 def _plain(template: str) -> str:
     """A template as it reads without an incident: its names in angle brackets."""
+    for name, text in _PAIRING.items():
+        template = template.replace(name, text)
     return template.replace("{", "<").replace("}", ">")
 
 

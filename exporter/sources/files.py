@@ -42,7 +42,7 @@ from .generation import (
     key_at,
     open_generation,
 )
-from .matching import MAX_FOUND, PACKED, Found, expand, is_plain
+from .matching import MAX_FOUND, PACKED, Found, expand, is_plain, matches
 from .stream import Chunk, SourceStats
 from .waker import DirectoryWaker, Waker
 
@@ -54,6 +54,7 @@ SCAN_SECONDS = 2.0
 DRAIN_SECONDS = 5.0
 """How long a file that was rotated away must be quiet, once the next one has data, to be done."""
 
+_LOOKS = 20  # at files that are renamed meanwhile
 _MARKS = 2 * MAX_FOUND  # positions of files that are not open, kept so that none is read twice
 _MARKS_OF_INODE = 256  # every generation of a log that is copied and truncated has the same
 _RACY = 20_000_000  # ns; a directory may change again within one tick of its time stamp
@@ -88,6 +89,7 @@ class FileSource:
         self._at: dict[str, Generation] = {}  # the newest generation of every path
         self._past: dict[int, dict[str, Mark]] = {}  # by inode and stream: files that are not open
         self._left: dict[str, list[Mark]] = {}  # by path: what was known when the exporter stopped
+        self._searched = False
         self._judged: dict[Key, tuple[int, int]] = {}  # size and time of files with nothing for us
         self._names: dict[str, None] = {}  # every stream, so that no two share a name
         self._failing: dict[str, str] = {}
@@ -153,12 +155,13 @@ class FileSource:
     def _say(self, generation: Generation, data: bytes) -> None:
         begin = ""
         if not generation.stream:
+            generation.know_predecessor()
             generation.stream = self._name(generation.key, data[:HEAD])
             # without it a file that is rotated away before the first save would not be looked for
             first = replace(generation.mark(), offset=generation.start, last_length=0, last=digest(b""))
             begin = first.token()
         token = generation.mark().token()
-        self._ready.append(Chunk(generation.stream, data, token, generation.ended, begin))
+        self._ready.append(Chunk(generation.stream, data, token, generation.ended, begin, generation.follows))
 
     def _name(self, key: Key, head: bytes) -> str:
         """An identity that no other generation has, even one with the same inode and first bytes."""
@@ -215,6 +218,7 @@ class FileSource:
         old.fd = -1
         copy = self._find_copy(old.mark())
         new.born = old.born if copy is None else copy.modified_now()
+        new.before, new.follows = (old, "") if old.stream else (old.before, old.follows)
         linked = self._link(copy, new)
         if copy is None and (old.stream or not linked):
             self._end(old)
@@ -227,8 +231,7 @@ class FileSource:
             self.stats.rotations["truncate"] += 1
             new.born = max(new.born, one.modified)
             chain.append(one)
-        for first, second in itertools.pairwise([*chain, new]):
-            second.follow(first)
+        _succeed([*chain, new])
         return bool(chain)
 
     # --- which file follows which
@@ -302,6 +305,10 @@ class FileSource:
                 if first is not None and first is not new.after and new.after in (None, first.after):
                     new.follow(first)
                 families[family] = new
+        if not self._searched:
+            self._searched = True
+            for path in [one for one in self._left if one not in found.files and one not in self._at]:
+                self._find_left(path)
         closed = [path for path, one in self._at.items() if one.fd < 0]
         for path in closed[: -MAX_FOUND // 2]:
             del self._at[path]
@@ -364,7 +371,7 @@ class FileSource:
                 self._judge(new)
                 return False
             # Written to after it was done: a stream that has ended stays so, this is another.
-            new.go_to(replace(mark, stream="") if mark.ended else mark)
+            new.go_to(replace(mark, stream="", follows=mark.stream) if mark.ended else mark)
             if os.path.dirname(mark.path) == os.path.dirname(path):
                 # renamed meanwhile; whatever is there now comes after it
                 new.path, new.real = mark.path, mark.real
@@ -411,7 +418,7 @@ class FileSource:
             if before is None or before.fd < 0:
                 self._at[new.path] = new
             elif before.key != new.key:
-                before.follow(new)
+                before.succeed(new)
             return
         self._at[path] = new
         if before is not None and before.key == new.key and before.stream == new.stream:
@@ -436,8 +443,25 @@ class FileSource:
             for one in missed:
                 one.copied = kind == "truncate"
             new.born = max([since, *(one.modified for one in missed)])
-        for first, second in itertools.pairwise([*chain, new]):
-            second.follow(first)
+            known = max(left, key=lambda mark: mark.modified, default=None)
+            new.before, new.follows = before, known.stream if known and before is None else ""
+        _succeed([*chain, new])
+
+    def _find_left(self, path: str) -> None:
+        """A log that was renamed while nobody looked, and nothing is in its place yet."""
+        marks = [mark for mark in self._left[path] if not mark.ended]
+        if not marks or not matches(self._pattern, path):
+            return
+        chain = [one for mark in sorted(marks, key=lambda m: m.modified) if (one := self._find(mark))]
+        if not chain:
+            return  # what takes its place may help to find it
+        del self._left[path]
+        chain += self._between(path, chain[-1].modified_now(), chain[-1], newest=True)
+        self.stats.opened = True
+        self.stats.rotations["rename"] += len(chain) - 1  # the last one when it has a successor
+        self._at[path] = chain[-1]
+        chain[-1].real = chain[0].real
+        _succeed(chain)
 
     def _find(self, mark: Mark) -> Generation | None:
         """The file of ``mark`` under another name in the same directory, opened; or its copy."""
@@ -468,10 +492,11 @@ class FileSource:
                 one.close()
         return chosen
 
-    def _between(self, path: str, since: int, new: Generation) -> list[Generation]:
+    def _between(self, path: str, since: int, new: Generation, *, newest: bool = False) -> list[Generation]:
         """Files that came and went at ``path`` before ``new`` while nobody looked, opened, oldest first.
 
-        ``since`` is the modification time of the last one that is known, in ns.
+        ``since`` is the modification time of the last one that is known, in ns. With ``newest`` there
+        is none behind ``new`` that they could be before: they came after it.
         """
         name = os.path.basename(new.real)
         near = replace(new.mark(), path=path)
@@ -480,7 +505,7 @@ class FileSource:
         )
         # Once new has been rotated away itself, what is younger than new comes after it.
         until = None
-        if key_at(path) != new.key:
+        if key_at(path) != new.key and not newest:
             with suppress(OSError):
                 until = os.fstat(new.fd).st_mtime_ns
         chain = []
@@ -501,16 +526,20 @@ class FileSource:
     def _open_siblings(self, mark: Mark, wanted: Callable[[os.DirEntry[str]], bool]) -> list[Generation]:
         """Files in the directory of ``mark`` that are wanted and not open yet.
 
-        A rotation may rename them between being listed and being opened: then it is done again.
+        A rotation may rename them while they are listed or before they are opened: then those that
+        are still missing are looked for again, until a look found nothing that moved.
         """
         directories = {os.path.dirname(mark.real), os.path.dirname(os.path.realpath(mark.path))}
-        for _ in range(5):
+        opened: dict[Key, Generation] = {}
+        for _ in range(_LOOKS):
             found = Found()
-            opened: dict[Key, Generation] = {}
             raced = False
+            inodes = {inode for _, inode in opened}
             for directory in sorted(directories):
                 for entry in found.list(directory):
                     if entry.name.endswith(PACKED) or not wanted(entry):
+                        continue
+                    if not entry.is_symlink() and entry.inode() in inodes:
                         continue
                     try:
                         one = open_generation(entry.path)
@@ -527,9 +556,6 @@ class FileSource:
                         opened[one.key] = one
             if not raced and all(_modified(d) == at for d, at in found.directories.items()):
                 break
-            for one in opened.values():
-                one.close()
-            opened.clear()
         return list(opened.values())
 
     def _make_room(self) -> bool:
@@ -564,6 +590,17 @@ class FileSource:
             self.stats.problem = f"{self.stats.name}: no such file yet; check the path if it should exist"
         else:
             self.stats.problem = None
+
+
+def _succeed(chain: list[Generation]) -> None:
+    """Each goes on where the one before it ends; the first where the last was to go on."""
+    first, last = chain[0], chain[-1]
+    if first is not last and not last.stream:
+        if not (first.stream or first.follows or first.before) and last.before not in chain:
+            first.before, first.follows = last.before, last.follows
+        last.before, last.follows = None, ""
+    for one, following in itertools.pairwise(chain):
+        following.succeed(one)
 
 
 def _modified(path: str) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from ..records import Line
+from ..records import Line, Traffic
 
 MAX_LINE = 1 << 20
 """Bytes kept of one line: its head and its tail. A scheduler dump ends with the totals."""
@@ -51,6 +51,8 @@ _STERN = re.compile(
 # [pod/model-prefill-0-2/vllm] (Worker pid=302) ERROR …      by kubectl logs --prefix
 _KUBECTL = re.compile(r"\[pod/([a-z0-9][a-z0-9.-]{0,252})/([a-z0-9][a-z0-9-]{0,62})\] ?")
 _KEPT_CONTAINERS = 4096
+FIRST_YEAR, LAST_YEAR = 2000, 9000
+"""No vLLM ran before, and near the ends of the calendar a zone can't be subtracted any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class Framing:
         self._containers: set[str] = set()
         self.truncated = 0
 
-    def feed(self, number: int, raw: bytes) -> Iterator[Line]:
+    def feed(self, number: int, raw: bytes, traffic: Traffic | None = None) -> Iterator[Line]:
         """The complete lines that ``raw`` ends, usually one."""
         if len(raw) > MAX_LINE:
             raw = raw[:_HEAD] + raw[-(MAX_LINE - _HEAD) :]
@@ -105,7 +107,7 @@ class Framing:
         text, returns = _ended(raw.decode("utf-8", "replace"))
         line = self._unwrap(Line(number, text, carriage_returns=returns))
         if line is not None:
-            yield line
+            yield line if traffic is None else line._replace(traffic=traffic)
         while len(self._pending) > 64:
             yield from self._give_up()
 
@@ -145,7 +147,7 @@ class Framing:
         What stands inside a runtime's wrapper is looked at once it is whole: the rest of a cut
         line is text, whatever it begins with.
         """
-        number, text, time, origin, returns = line
+        number, text, time, origin, returns, _ = line
         if text[:1] in _BARE and "\x1b" not in text and ", ip=" not in text[:80]:
             return line
         text = clean(text)
@@ -158,7 +160,7 @@ class Framing:
                     piece = Line(number, text, time, origin)
                     if (whole := self._join(origin + stream, piece, last)) is None:
                         return None
-                    number, text, time, origin, _ = whole
+                    number, text, time, origin, _, _ = whole
                 text, returns = _ended(text.rstrip("\n"))
                 text = clean(text)
             elif first.isdigit() and (match := _CRI.match(text)):
@@ -168,7 +170,7 @@ class Framing:
                     piece = Line(number, text, time, origin, returns)
                     if (whole := self._join(origin + match[2], piece, match[3] == "F")) is None:
                         return None
-                    number, text, time, origin, returns = whole
+                    number, text, time, origin, returns, _ = whole
                     text = clean(text)
             elif "[resource.labels." in text[:120] and (match := _GOOGLE.match(text)):
                 time = parse_stamp(match[1]) or time
@@ -243,7 +245,7 @@ def _docker(text: str) -> tuple[str, str, datetime | None] | None:
 
 
 def parse_stamp(text: str) -> datetime | None:
-    """An RFC 3339 time with its zone, in UTC, cut to microseconds; None if it is none."""
+    """An RFC 3339 time with its zone, in UTC, cut to microseconds; None if it is none, or no server's."""
     match = re.fullmatch(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:[.,](\d{1,9})\d*)?(Z|[+-]\d\d:?\d\d)", text)
     if match is None:
         return None
@@ -255,6 +257,8 @@ def parse_stamp(text: str) -> datetime | None:
             offset = timedelta(hours=int(zone[1:3]), minutes=int(zone[-2:]))
             time -= sign * offset
     except (ValueError, OverflowError):
+        return None
+    if not FIRST_YEAR <= time.year <= LAST_YEAR:
         return None
     micros = int((match[2] or "0").ljust(9, "0")[:6])
     return time.replace(microsecond=micros, tzinfo=UTC)

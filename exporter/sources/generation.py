@@ -39,7 +39,8 @@ class Mark:
     file begins with a hole), ``last`` over the ``last_length`` bytes before ``offset``: logs that
     begin with the same banner differ there. ``modified`` is the modification time, in ns, when
     the file was last found to be that generation. ``ended``: everything was given out; ``gone``:
-    and the file was deleted, so that whatever has its inode now is another one.
+    and the file was deleted, so that whatever has its inode now is another one. ``follows`` is the
+    stream that was at this path before.
     """
 
     stream: str
@@ -56,6 +57,7 @@ class Mark:
     modified: int
     ended: bool = False
     gone: bool = False
+    follows: str = ""
 
     def token(self) -> str:
         """The mark as JSON; the stream is the key it is kept under."""
@@ -74,7 +76,7 @@ class Mark:
         lengths = (mark.fingerprint_length, mark.last_length)
         if not all(type(n) is int and n >= 0 for n in numbers + lengths):
             return None
-        texts = (mark.path, mark.real, mark.fingerprint, mark.last)
+        texts = (mark.path, mark.real, mark.fingerprint, mark.last, mark.follows)
         if not all(type(t) is str for t in texts) or "\0" in mark.path + mark.real:
             return None
         sane = mark.fingerprint_length <= HEAD and mark.last_length <= min(LAST, mark.offset)
@@ -123,6 +125,8 @@ class Generation:
     ended: bool = False
     after: Generation | None = None
     barrier: int = 0
+    before: Generation | None = None  # what was at this path, as long as it may still get a name
+    follows: str = ""  # the stream that was
     born: int = 0  # when the one before it was written last, in ns; 0 if none is known
 
     @property
@@ -145,6 +149,20 @@ class Generation:
         """Wait until ``first`` was read to where it ends now."""
         self.after, self.barrier = first, first.size
 
+    def succeed(self, first: Generation) -> None:
+        """Follow ``first``, which was at this path before: one text goes on from there."""
+        self.follow(first)
+        if not self.stream:
+            self.before = first
+
+    def know_predecessor(self) -> None:
+        """Settle what this one follows, now that it is about to say something."""
+        one, follows = self, self.follows
+        while not follows and one.before is not None:
+            one = one.before  # it may never have had a line
+            follows = one.stream or one.follows
+        self.follows, self.before = follows, None
+
     def modified_now(self) -> int:
         """When the file was last written, in ns."""
         with suppress(OSError):
@@ -156,7 +174,7 @@ class Generation:
         return Mark(
             self.stream, self.path, self.real, *self.key, self.offset, self.start,
             len(self.head), digest(self.head), len(self.behind), digest(self.behind),
-            self.modified, self.ended, self.ended and not self.links,
+            self.modified, self.ended, self.ended and not self.links, self.follows,
         )  # fmt: skip
 
     def look(self) -> bool:
@@ -222,6 +240,7 @@ class Generation:
     def go_to(self, mark: Mark) -> None:
         """Go on from ``mark``, which fits. Raises ``OSError``."""
         self.stream, self.start, self.offset = mark.stream, mark.start, mark.offset
+        self.follows = mark.follows
         # a mark at the beginning is recognised by bytes that are still to be given out
         known = min(mark.fingerprint_length, mark.offset - mark.start)
         self.head = os.pread(self.fd, known, mark.start)

@@ -1,7 +1,8 @@
-"""Read access to one pod and its logs through the Kubernetes API, from inside the cluster.
+"""One pod, its logs and its Events through the Kubernetes API, from inside the cluster.
 
-Two GET requests are all the exporter ever makes there, so a client library would be larger than
-what it is used for. What the API answers is checked here, so that nobody else meets raw JSON.
+Two GET requests and one POST are all the exporter ever makes there, so a client library would be
+larger than what it is used for. What the API answers is checked here, so that nobody else meets
+raw JSON.
 """
 
 from __future__ import annotations
@@ -236,6 +237,24 @@ class KubeClient:
             async for data in response.content.iter_any():
                 yield data
 
+    async def create_event(self, namespace: str, event: Mapping[str, object]) -> None:
+        """Create an Event; one of that name that is there already will do. Raises ``KubeError``."""
+        what = f"events in namespace {namespace}"
+        try:
+            async with self._opened().post(
+                f"{self._url}/api/v1/namespaces/{namespace}/events",
+                json=event,
+                headers=self._authorization(),
+                timeout=_POD_TIMEOUT,
+                allow_redirects=False,
+                ssl=self._tls or True,
+            ) as response:
+                if response.status not in (200, 201, 202, 409):
+                    raise self._refused(response, what, "create", "events")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            why = " ".join(str(error).split())[:200] or type(error).__name__
+            raise KubeError(f"cannot write to the API server at {self._url}: {why}; trying again") from error
+
     async def close(self) -> None:
         """Close the connections."""
         session, self._session = self._session, None
@@ -246,15 +265,8 @@ class KubeClient:
     async def _get(
         self, namespace: str, pod: str, sub: str, query: Mapping[str, str], timeout: aiohttp.ClientTimeout
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                # lines must come when they are written, so nothing may be compressed in blocks
-                headers={"Accept-Encoding": "identity"},
-                connector=aiohttp.TCPConnector(limit=CONNECTIONS),
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
         try:
-            async with self._session.get(
+            async with self._opened().get(
                 f"{self._url}/api/v1/namespaces/{namespace}/pods/{pod}{sub}",
                 params=query,
                 headers=self._authorization(),
@@ -263,11 +275,22 @@ class KubeClient:
                 ssl=self._tls or True,
             ) as response:
                 if response.status != 200:
-                    raise self._refused(response, f"{namespace}/{pod}", sub)
+                    what = f"the log of pod {namespace}/{pod}" if sub else f"pod {namespace}/{pod}"
+                    raise self._refused(response, what, "get", "pods/log" if sub else "pods")
                 yield response
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             why = " ".join(str(error).split())[:200] or type(error).__name__
             raise KubeError(f"cannot read from the API server at {self._url}: {why}; trying again") from error
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                # lines must come when they are written, so nothing may be compressed in blocks
+                headers={"Accept-Encoding": "identity"},
+                connector=aiohttp.TCPConnector(limit=CONNECTIONS),
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return self._session
 
     def _authorization(self) -> Mapping[str, str]:
         if self._file is None:
@@ -282,16 +305,15 @@ class KubeClient:
             self._token_until = self._clock.now() + TOKEN_LIFE
         return {"Authorization": f"Bearer {self._token}"}
 
-    def _refused(self, response: aiohttp.ClientResponse, pod: str, sub: str) -> KubeError:
+    def _refused(self, response: aiohttp.ClientResponse, what: str, verb: str, resource: str) -> KubeError:
         status = response.status
-        what = f"the log of pod {pod}" if sub else f"pod {pod}"
+        does = "read" if verb == "get" else verb
         match status:
             case 401:
                 self._token_until = float("-inf")
                 text = "the token is not accepted (401); check that the service account exists and is mounted"
             case 403:
-                resource = "pods/log" if sub else "pods"
-                text = f"may not read {what} (403); grant the service account the verb get on {resource}"
+                text = f"may not {does} {what} (403); grant the service account the verb {verb} on {resource}"
             case 404:
                 text = f"{what} is not there (404); waiting for it"
             case 410:
@@ -299,10 +321,11 @@ class KubeClient:
             case 429:
                 text = "the API server asks to slow down (429); waiting"
             case _:
-                text = f"reading {what} failed with status {status}; trying again"
+                doing = "reading" if verb == "get" else "creating"
+                text = f"{doing} {what} failed with status {status}; trying again"
         after = response.headers.get("Retry-After", "")
         seconds = float(after) if re.fullmatch(r"\d{1,6}", after) else None
-        return KubeError(text, status, seconds, log=bool(sub))
+        return KubeError(text, status, seconds, log=resource == "pods/log")
 
 
 def in_cluster(environ: Mapping[str, str], clock: Clock, account: Path = ACCOUNT) -> KubeClient:

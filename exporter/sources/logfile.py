@@ -48,11 +48,10 @@ def blocks(source: str, progress: Callable[[int], None] = lambda _: None) -> Ite
             yield from _plain(sys.stdin.buffer, progress)
             return
         with Path(source).open("rb") as file:
-            if file.read(2) == b"\x1f\x8b":
-                file.seek(0)
+            # a pipe can't be read twice: analyze <(kubectl logs …)
+            if file.peek(2)[:2] == b"\x1f\x8b":
                 yield from _unpacked(file, source, progress)
             else:
-                file.seek(0)
                 yield from _plain(file, progress)
     except FileNotFoundError:
         raise InputError(f"{source}: no such file; check the path") from None

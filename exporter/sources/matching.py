@@ -89,6 +89,25 @@ def is_plain(pattern: str) -> bool:
     return not glob.has_magic(pattern) or os.path.lexists(pattern)
 
 
+def matches(pattern: str, path: str) -> bool:
+    """Whether ``expand`` would find a file at ``path``."""
+    if is_plain(pattern):
+        return path == pattern
+    return _fits(path.strip("/").split("/"), pattern.strip("/").split("/"))
+
+
+def _fits(names: list[str], parts: list[str]) -> bool:
+    if not parts or not names:
+        return not parts and not names
+    name, part = names[0], parts[0]
+    if part == "**":
+        rest = parts[1:] or ["*"]
+        return _fits(names, rest) or (not name.startswith(".") and _fits(names[1:], parts))
+    if name.startswith(".") and not part.startswith("."):
+        return False
+    return fnmatch.fnmatchcase(name, part) and _fits(names[1:], parts[1:])
+
+
 def _walk(directory: str, parts: list[str], found: Found, depth: int) -> None:
     part, rest = parts[0], parts[1:]
     if part == "**":

@@ -1,4 +1,4 @@
-"""The fast path: blocks of bytes -> the few lines worth parsing.
+"""The fast path: blocks of bytes -> the few lines worth parsing, and what the others add up to.
 
 A busy server logs access lines, request lines and statistics; a failure is a few hundred lines
 among millions. Parsing costs microseconds a line, so most lines must not be looked at one by
@@ -12,6 +12,9 @@ one. Three passes over a block, each in C:
 3. around a word, lines are given out: the context before it (a traceback ends with its
    message) and some of what follows.
 
+Of the lines that are skipped, those on steps and requests are summed up: one line for each second
+of the log's clock is given out without its text, with the ``Traffic`` of all.
+
 ``tests/test_scan.py`` holds the result against parsing every line.
 """
 
@@ -19,11 +22,15 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import count, groupby, repeat
+from operator import itemgetter
 
+from ..records import Step, Traffic
 from .framing import CRI, DOCKER, MAX_LINE, Wrapper, wrapper_of
+from .request_lines import Requests
 
 BLOCK = 256 << 10
 """Bytes that a reader should hand over at a time."""
@@ -44,6 +51,7 @@ WAKE = (
 )  # fmt: skip
 _WAKE = re.compile(b"|".join(re.escape(word) for word in WAKE))
 _SMALL = 4096
+_PIECE = 32 << 10
 
 _COLOURED = rb"(?:\x1b\[[\d;]*+m|\\u001b\[[\d;]*+m)*+"
 # …" 200 OK(EngineCore pid=104) ERROR 06-27 …: a record that lost its newline behind a skipped line
@@ -53,14 +61,14 @@ _GLUED_TO = re.compile(
 )
 # the dummy steps of data parallel, which count as none, go on with a bracket
 _STEP = (
-    rb"\d*+\): \d++ context requests, (\d{1,18}) context tokens, "
-    rb"\d++ generation requests, (\d{1,18}) generation tokens[^\n(]*+(?=\n)"
+    rb"\d*+\): (\d{1,18}) context requests, (\d{1,18}) context tokens, "
+    rb"(\d{1,18}) generation requests, (\d{1,18}) generation tokens[^\n(]*+(?=\n)"
 )
-# the same without its prefix: a client may have written it, so it only tells where it can not matter
-_STEP_TOKENS = re.compile(
-    rb"\): \d++ context requests, (\d{1,18}) context tokens, "
-    rb"\d++ generation requests, (\d{1,18}) generation tokens"
-)
+
+_CLOCK_OF_STEP = itemgetter(1, 2)
+_STEP_WORDS = b" context requests, "
+_REQUEST_MODULES = b"logger.py:", b"async_llm_engine.py:"
+_ENDS, _ENDS_IN_JSON = re.compile(rb"\n(?<![\r\n]\n)"), re.compile(rb'\\n"(?<!\\r\\n")')
 # {"asctime": "2026-11-30 17:18:52,772", "levelname": "INFO", "name": "uvicorn.access", …
 _SKIP_JSON = (
     rb'\{"asctime": "[^"\n]*+", "levelname": "(?:INFO|DEBUG)", "name": "'
@@ -68,7 +76,7 @@ _SKIP_JSON = (
     rb'|vllm\.v1\.metrics\.loggers", "processName": "[^"\n]*+", "process": \d++, "message": "Engine \d++: Avg )'
 )
 _STEP_JSON = (
-    rb'\{"asctime": "[^"\n]*+", "levelname": "INFO", "name": "vllm\.(?:\w++\.)*+(?:loggers|core)", '
+    rb'\{"asctime": "%b[^"\n]*+", "levelname": "INFO", "name": "vllm\.(?:\w++\.)*+(?:loggers|core)", '
     rb'"processName": "[^"\n]*+", "process": \d++, "message": "'
 )
 
@@ -93,14 +101,20 @@ _FOLDERS = re.compile(rb"\[(?:[\w.]+/)+\w+\.py:\d+\]")
 
 @dataclass(frozen=True, slots=True)
 class _Patterns:
-    """For one shape: lines to look at, with or without the iteration lines, and those alone.
+    """For one shape: lines to look at, with or without the iteration lines, and lines to sum up.
 
-    The first two match the newline before such a line; the third has the line and its tokens.
-    ``clocked`` matches lines not to look at that have a clock and are harmless to parse.
+    All but the last match from the newline before the line. The first two also match request
+    lines of the releases that log prompts, and these alone have a group then.
+
+    ``requests``: up to the text; the groups are the prefix without its wrapper, and its clock.
+    ``iterations``: the groups are the line up to the text, the clock (in the second or the third),
+    and the four numbers of the step.
+    ``clocked``: the beginning, up to the text, of lines not to look at that have a clock.
     """
 
     looked_at: re.Pattern[bytes]
     but_iterations: re.Pattern[bytes]
+    requests: re.Pattern[bytes]
     iterations: re.Pattern[bytes]
     clocked: re.Pattern[bytes]
 
@@ -111,10 +125,12 @@ def _patterns(shape: Shape) -> _Patterns:
     folders = rb"(?:[\w.]++/)*+" if shape.folders else b""
     start = shape.wrapper.fast + colour
     process = rb"\([\w.-]++ pid=\d++\)" + colour + rb" " + colour
-    clock = colour + rb" " + colour + rb"[ \d:-]{14}" + colour + rb" " + colour + rb"\[?" + folders
+    before, behind = colour + rb" " + colour, colour + rb" " + colour + rb"\[?" + folders
+    clock = before + rb"[ \d:-]{14}" + behind
+    captured = before + rb"([ \d:-]{14})" + behind
     lineno = rb"\.py:\d++\]" + colour + rb" "
     quiet = (
-        rb"(?:request_logger\.py:|async_llm\.py:|logger\.py:|async_llm_engine\.py:"
+        rb"(?:request_logger\.py:|async_llm\.py:"
         + rb"|loggers" + lineno + rb"(?:Engine \d++|\d++ Engines Aggregated): Avg |metrics" + lineno + rb"Avg "
         + rb"|launcher" + lineno + rb"Route: )"
     )  # fmt: skip
@@ -138,23 +154,46 @@ def _patterns(shape: Shape) -> _Patterns:
         + rb")"
     )
     skip += rb"|" + shape.wrapper.fast + _SKIP_JSON
-    info = start + rb"(?:" + process + rb")?+INFO" + clock
+    info = rb"(?:" + process + rb")?+INFO"
     iteration = rb"(?:Engine \d++: )?+Iteration\(\d"
-    step = (
-        rb"(?:" + info + rb"(?:loggers|core)" + lineno
-        + rb"|" + shape.wrapper.fast + _STEP_JSON + rb")" + iteration
-    )  # fmt: skip
-    return _Patterns(
-        re.compile(rb"\n(?!" + skip + rb")"),
-        re.compile(rb"\n(?!" + skip + rb"|" + step + rb")"),
-        re.compile(rb"\n(" + step + _STEP + rb")"),
-        re.compile(info + rb"(?:" + quiet + rb"|(?:loggers|core)" + lineno + iteration + rb")"),
+    steps = rb"(?:loggers|core)" + lineno
+    json = shape.wrapper.fast + _STEP_JSON
+    step = rb"(?:" + start + info + clock + steps + rb"|" + json % b"" + rb")" + iteration
+    counted = (
+        rb"((?:"
+        + start
+        + info
+        + captured
+        + steps
+        + rb"|"
+        + json % rb'([^",\n]*+)'
+        + rb"))"
+        + iteration
+        + _STEP
     )
+    module = rb"(?:logger|async_llm_engine)" + lineno
+    request = start + rb"(" + info + captured + module + rb")"
+    return _Patterns(
+        re.compile(rb"\n(?!" + skip + rb")(?:" + request + rb")?+"),
+        re.compile(rb"\n(?!" + skip + rb"|" + step + rb")(?:" + request + rb")?+"),
+        re.compile(rb"\n" + request),
+        re.compile(rb"\n" + counted),
+        re.compile(
+            start + info + clock
+            + rb"(?=" + quiet + rb"|" + steps + iteration + rb"|" + module + rb")\w++" + lineno
+        ),
+    )  # fmt: skip
 
 
 _Run = tuple[int, int, int]
-"""A stretch of lines: begin, end, and what it is: the tokens of an iteration line, or one of these."""
+"""A stretch of lines: begin, end, and which of the sums begins there, or one of these."""
 _TO_SEARCH, _TO_GIVE = -2, -1
+
+_Sum = tuple[int, int, Traffic]
+"""Beginning of a line, up to its text, and what it and others of its second say."""
+
+Given = tuple[int, bytes, Traffic | None]
+"""Number and bytes of a line; with traffic, the line stands for others too, and is without its text."""
 
 
 class Scanner:
@@ -178,10 +217,11 @@ class Scanner:
         self._pieces = False
         self._noisy = False
         self._iterating = False
-        self._largest = -1
+        self._requests = Requests()
+        self._returns = 1  # at the end of a line that is all of its log call: with a terminal one
         self._clock: tuple[int, bytes] | None = None  # the last skipped line with one, and no run since
 
-    def feed(self, block: bytes) -> Iterator[tuple[int, bytes]]:
+    def feed(self, block: bytes) -> Iterator[Given]:
         """Lines (their number and their bytes without newline) that ``block`` completes."""
         self.bytes += len(block)
         end = block.rfind(b"\n") + 1
@@ -193,7 +233,7 @@ class Scanner:
         self._carry, self._cut = block[end:], b""
         yield from self._scan(text)
 
-    def finish(self) -> Iterator[tuple[int, bytes]]:
+    def finish(self) -> Iterator[Given]:
         """What remains when the input has ended: a last line without a newline."""
         if self._carry or self._cut:
             yield from self.feed(b"\n")
@@ -208,34 +248,45 @@ class Scanner:
                 self.truncated += 1
             self._carry = self._carry[-(MAX_LINE // 4) :]
 
-    def _scan(self, text: bytes) -> Iterator[tuple[int, bytes]]:
+    def _scan(self, text: bytes) -> Iterator[Given]:
         """``text`` begins with a newline that is not of the log, so that every line follows one."""
         shape = Shape.of(text)
         patterns = _patterns(shape)
+        sums: list[_Sum] = []
         if self._in_pieces(shape.wrapper, text):
             # the end of a cut line may look like anything; only joining the pieces tells
-            runs, step = [(1, len(text), _TO_GIVE)], -1
+            runs = [(1, len(text), _TO_GIVE)]
             if _WAKE.search(text) is not None:
                 for number, run in self._remembered():
                     yield from self._give(number, run)
             self._forget()
         elif self._noisy and self._hot <= 0 and not any(word in text for word in WAKE):
-            # most lines would be looked at, and none can matter but as the largest step
+            # most lines would be looked at, and none can matter but for what it adds up to
             if self._clock is not None:
                 self._set_aside(*self._clock)
                 self._clock = None
             self._set_aside(self.lines + 1, text[1:], patterns)
-            runs, step = [], _largest_step(text) if b" context requests, " in text else -1
-            if step <= self._largest:
-                self.lines += text.count(b"\n") - 1
+            runs = []
+            if _STEP_WORDS in text:
+                sums = _steps(text, patterns)
+            if any(module in text for module in _REQUEST_MODULES):
+                sums += self._received(text, patterns.requests.finditer(text), shape.wrapper)
+            if not sums:
+                self.lines += newlines(text) - 1
                 return
         else:
-            runs, step = self._runs(text, patterns)
-        if runs or step > self._largest:
-            yield from self._wake(text, runs, step, patterns)
+            runs, requests = self._runs(text, patterns)
+            if self._iterating:
+                sums = _steps(text, patterns)
+                self._iterating = bool(sums)
+            if requests:
+                sums += self._received(text, requests, shape.wrapper)
+        self._see_returns(text, shape.wrapper)
+        if runs or sums:
+            yield from self._wake(text, runs, sums, shape.wrapper, patterns)
         else:
-            self.lines += text.count(b"\n") - 1
-            self._keep_clock(text, 1, patterns)
+            self.lines += newlines(text) - 1
+            self._keep_clock(text, 1, shape.wrapper, patterns)
 
     def _in_pieces(self, wrapper: Wrapper, text: bytes) -> bool:
         """Whether a runtime cut a line of this block, or of the last one without its end."""
@@ -253,56 +304,66 @@ class Scanner:
         self._pieces = False
         return was
 
-    def _runs(self, text: bytes, patterns: _Patterns) -> tuple[list[_Run], int]:
-        """Stretches of lines to look at, and the tokens of the largest step among the others."""
-        runs = _stretches(text, patterns.but_iterations if self._iterating else patterns.looked_at)
+    def _runs(self, text: bytes, patterns: _Patterns) -> tuple[list[_Run], list[re.Match[bytes]]]:
+        """Stretches of lines to look at, and the request lines among the others."""
+        runs, requests = _stretches(text, patterns.but_iterations if self._iterating else patterns.looked_at)
         if not self._iterating and any(text.find(b"Iteration(", begin, end) >= 0 for begin, end, _ in runs):
             self._iterating = True
-            runs = _stretches(text, patterns.but_iterations)
+            runs, requests = _stretches(text, patterns.but_iterations)
         self._noisy = sum(end - begin for begin, end, _ in runs) * 2 > len(text)
-        step = _largest_step(text) if self._iterating else -1
-        self._iterating = step >= 0
         # A record goes on in lines of its own, so where none are looked at, only the end of the
         # block can hold the first line of one: searching all blocks would cost a sixth of the speed.
         glued = _glued(text, 0 if runs else len(text) - _SMALL)
-        return sorted(runs + glued) if glued else runs, step
+        return sorted(runs + glued) if glued else runs, requests
 
-    def _rising(self, steps: list[_Run]) -> list[_Run]:
-        """Iteration lines that set a record: only the largest step of a life is asked for."""
-        largest, rising = self._largest, []
-        for step in steps:
-            if step[2] > largest:
-                largest = step[2]
-                rising.append(step)
-        return rising
+    def _received(self, text: bytes, requests: Iterable[re.Match[bytes]], wrapper: Wrapper) -> list[_Sum]:
+        """What request lines add up to, for each second."""
+        if self._returns and _whole_line(wrapper).search(text, 1) is not None:
+            self._returns = 0
+        found: list[_Sum] = []
+        clock, begin, end = b"", 0, 0
+        for match in requests:
+            if match[match.re.groups] != clock:
+                if (traffic := self._requests.take()) is not None:
+                    found.append((begin, end, traffic))
+                clock, begin, end = match[match.re.groups], match.start() + 1, match.end()
+            line, returns = _content(text, match.end(), wrapper)
+            self._requests.add(match[1], line, returns > self._returns)
+        if (traffic := self._requests.take()) is not None:
+            found.append((begin, end, traffic))
+        return found
+
+    def _see_returns(self, text: bytes, wrapper: Wrapper) -> None:
+        """Learn from the first line whether a terminal adds a carriage return to every line."""
+        if self._returns and _content(text, 1, wrapper)[1] == 0:
+            self._returns = 0
 
     def _wake(
-        self, text: bytes, runs: list[_Run], step: int, patterns: _Patterns
-    ) -> Iterator[tuple[int, bytes]]:
-        """Give out lines around words that matter; keep the others aside."""
+        self, text: bytes, runs: list[_Run], sums: list[_Sum], wrapper: Wrapper, patterns: _Patterns
+    ) -> Iterator[Given]:
+        """Give out lines around words that matter, and sums; keep the others aside."""
         quiet = self._hot <= 0 and not _has_word(text, runs)
-        if step > (self._largest if quiet else -1):
-            steps = _steps(text, patterns)
-            # where lives may end, what sets a record is only known on the way
-            runs = sorted(runs + (self._rising(steps) if quiet else steps))
+        if sums:
+            runs = sorted(runs + [(begin, end, which) for which, (begin, end, _) in enumerate(sums)])
         at, number, last = 1, self.lines + 1, 1
         for begin, end, kind in runs:
             number += text.count(b"\n", at, begin)
             at = begin
-            if kind >= 0 and kind <= self._largest:
+            if kind >= 0:
+                yield number, _without_text(text, begin, end, wrapper), sums[kind][2]
                 continue
             clock, self._clock = self._clock, None
             if kind == _TO_SEARCH and not _has_clock(text, begin):
-                found = _last_clock(text, last, begin, patterns)
+                found, until = _last_clock(text, last, begin, patterns)
                 if found >= 0:
-                    clock = number - text.count(b"\n", found, begin), _line(text, found)
+                    line = _without_text(text, found, until, wrapper)
+                    clock = number - text.count(b"\n", found, begin), line
                 if clock is not None and self._hot > 0:
                     yield from self._give(*clock)
                 elif clock is not None:
                     self._set_aside(*clock)
             last = end
             if kind != _TO_SEARCH:
-                self._largest = max(self._largest, kind)
                 yield from self._give(number, text[begin:end])
             elif quiet:
                 self._set_aside(number, text[begin:end])
@@ -310,16 +371,18 @@ class Scanner:
                 for start, run in self._awake(text[begin:end], number):
                     yield from self._give(start, run)
         self.lines = number - 1 + text.count(b"\n", at)
-        self._keep_clock(text, last, patterns)
+        self._keep_clock(text, last, wrapper, patterns)
 
-    def _keep_clock(self, text: bytes, last: int, patterns: _Patterns) -> None:
+    def _keep_clock(self, text: bytes, last: int, wrapper: Wrapper, patterns: _Patterns) -> None:
         """Remember the time of the lines that were skipped behind ``last``, where the last run ended.
 
         ``[Mon Nov  2 10:04:11 2026] Memory cgroup out of memory: Killed process …`` has the time of
         the line before it, and is no part of what stood an hour before.
         """
-        if (found := _last_clock(text, last, len(text), patterns)) >= 0:
-            self._clock = self.lines + 1 - text.count(b"\n", found), _line(text, found)
+        found, until = _last_clock(text, last, len(text), patterns)
+        if found >= 0:
+            line = _without_text(text, found, until, wrapper)
+            self._clock = self.lines + 1 - text.count(b"\n", found), line
 
     def _awake(self, run: bytes, number: int) -> Iterator[tuple[int, bytes]]:
         """The parts of one run to give out, with the context before them."""
@@ -328,7 +391,6 @@ class Scanner:
             if self._hot > 0:
                 cut = run.find(b"\n", min(len(run) - 1, at + self._hot)) + 1 or len(run)
                 self._hot -= cut - at
-                self._largest = -1  # a new life may begin here
                 if self._hot < HOT // 2 and _WAKE.search(run, at, cut) is not None:
                     self._hot = HOT
                 yield number, run[at:cut]
@@ -365,9 +427,13 @@ class Scanner:
                 yield first, run
                 continue
             text, last = b"\n" + run, 1
-            for begin, end, _ in _stretches(text, patterns.but_iterations):
-                if not _has_clock(text, begin) and (found := _last_clock(text, last, begin, patterns)) >= 0:
-                    yield first + text.count(b"\n", 1, found), _line(text, found)
+            wrapper = Shape.of(text).wrapper
+            for begin, end, _ in _stretches(text, patterns.but_iterations)[0]:
+                if not _has_clock(text, begin):
+                    found, until = _last_clock(text, last, begin, patterns)
+                    if found >= 0:
+                        line = _without_text(text, found, until, wrapper)
+                        yield first + text.count(b"\n", 1, found), line
                 yield first + text.count(b"\n", 1, begin), text[begin:end]
                 last = end
 
@@ -376,18 +442,22 @@ class Scanner:
         self._context_bytes = 0
 
     @staticmethod
-    def _give(number: int, run: bytes) -> Iterator[tuple[int, bytes]]:
+    def _give(number: int, run: bytes) -> Iterator[Given]:
         lines = run.split(b"\n")
         if not lines[-1]:
             lines.pop()
-        yield from enumerate(lines, number)
+        yield from zip(count(number), lines, repeat(None), strict=False)
 
 
-def _stretches(text: bytes, looked_at: re.Pattern[bytes]) -> list[_Run]:
-    """Where lines to look at stand together."""
+def _stretches(text: bytes, looked_at: re.Pattern[bytes]) -> tuple[list[_Run], list[re.Match[bytes]]]:
+    """Where lines to look at stand together, and the request lines that are not looked at."""
     runs: list[_Run] = []
+    requests: list[re.Match[bytes]] = []
     begin = end = -1
     for match in looked_at.finditer(text):
+        if match.lastindex:
+            requests.append(match)
+            continue
         start = match.end()
         if start >= len(text):
             break
@@ -398,17 +468,56 @@ def _stretches(text: bytes, looked_at: re.Pattern[bytes]) -> list[_Run]:
         end = text.find(b"\n", start) + 1
     if begin >= 0:
         runs.append((begin, end, _TO_SEARCH))
-    return runs
+    return runs, requests
 
 
-def _steps(text: bytes, patterns: _Patterns) -> list[_Run]:
-    """The iteration lines and their tokens."""
-    return [(m.start(1), m.end(1) + 1, int(m[2]) + int(m[3])) for m in patterns.iterations.finditer(text)]
+def _steps(text: bytes, patterns: _Patterns) -> list[_Sum]:
+    """The steps of iteration lines, for each second."""
+    found: list[_Sum] = []
+    new, begin = tuple.__new__, 0  # a third of the time of Step(…)
+    for _, lines in groupby(patterns.iterations.findall(text), _CLOCK_OF_STEP):
+        head, *first = next(lines)
+        begin = text.index(b"\n" + head, begin) + 1
+        steps = [new(Step, map(int, first[2:]))]
+        steps += [new(Step, (int(a), int(b), int(c), int(d))) for _, _, _, a, b, c, d in lines]  # noqa: B031
+        found.append((begin, begin + len(head), Traffic(tuple(steps))))
+    return found
 
 
-def _largest_step(text: bytes) -> int:
-    """At least the tokens of the largest step in ``text``, or -1."""
-    return max((int(a) + int(b) for a, b in _STEP_TOKENS.findall(text)), default=-1)
+def newlines(text: bytes) -> int:
+    """How many there are: ``count`` looks at every byte, ``replace`` finds the next in larger steps.
+
+    A piece at a time, since memory for a whole block is asked of the system anew each time.
+    """
+    pieces = (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
+    return len(text) - sum(len(piece.replace(b"\n", b"")) for piece in pieces)
+
+
+def _whole_line(wrapper: Wrapper) -> re.Pattern[bytes]:
+    """The end of a line that no carriage return ended."""
+    return _ENDS_IN_JSON if wrapper is DOCKER else _ENDS
+
+
+def _content(text: bytes, begin: int, wrapper: Wrapper) -> tuple[bytes, int]:
+    """The line from ``begin`` on without its end, and how many carriage returns that had."""
+    end = text.find(b"\n", begin)
+    back = b"\r"
+    if wrapper is DOCKER:
+        end, back = text.rfind(b'\\n"', begin, end), b"\\r"
+    line = text[begin : max(begin, end)]
+    returns = 0
+    while line.endswith(back):
+        line, returns = line[: -len(back)], returns + 1
+    return line, returns
+
+
+def _without_text(text: bytes, begin: int, end: int, wrapper: Wrapper) -> bytes:
+    """The line at ``begin`` up to ``end``, where its text begins, as one that is complete."""
+    head = text[begin:end]
+    if wrapper is DOCKER:
+        until = text.find(b"\n", end)
+        return head + text[text.rfind(b'\\n"', end, until) : until]
+    return head + b'"}' if head.endswith(b'"message": "') else head
 
 
 def _has_clock(text: bytes, begin: int) -> bool:
@@ -416,21 +525,16 @@ def _has_clock(text: bytes, begin: int) -> bool:
     return text.find(b".py:", begin, text.find(b"\n", begin)) >= 0
 
 
-def _last_clock(text: bytes, begin: int, end: int, patterns: _Patterns) -> int:
-    """Where the last skipped line with a clock stands between ``begin`` and ``end``, or -1."""
+def _last_clock(text: bytes, begin: int, end: int, patterns: _Patterns) -> tuple[int, int]:
+    """Where the last skipped line with a clock stands between ``begin`` and ``end``, and its text; or -1."""
     begin = max(begin, end - _CLOCK_BYTES)
     for _ in range(8):  # a client may write .py: too
         if (at := text.rfind(b".py:", begin, end)) < 0:
-            return -1
+            break
         end = text.rfind(b"\n", 0, at) + 1
-        if patterns.clocked.match(text, end) is not None:
-            return end
-    return -1
-
-
-def _line(text: bytes, begin: int) -> bytes:
-    """The line at ``begin``, as one that is complete: its record may have had others."""
-    return text[begin : text.find(b"\n", begin)].rstrip(b"\r")
+        if (clocked := patterns.clocked.match(text, end)) is not None:
+            return clocked.span()
+    return -1, -1
 
 
 def _glued(text: bytes, begin: int) -> list[_Run]:

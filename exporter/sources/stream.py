@@ -19,7 +19,8 @@ class Chunk:
     ``data`` ends at a newline, save when ``ended`` (nothing more will come) or when one line is
     longer than ``framing.MAX_LINE``. ``token`` resumes the stream right behind ``data``. The first
     chunk of a stream also has ``begin``, to resume it before ``data``, where a source would not
-    find its beginning again without.
+    find its beginning again without. ``follows`` names the stream before it where one text goes on
+    from there, so that a record may begin in one and end in the other; always the same for a stream.
     """
 
     stream: str
@@ -27,6 +28,7 @@ class Chunk:
     token: str
     ended: bool = False
     begin: str = ""
+    follows: str = ""
 
 
 @dataclass(slots=True)

@@ -9,9 +9,8 @@ source of true step sizes (``vllm:iteration_tokens_total`` books whole prompts).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
-from ..records import Iteration, Record
+from ..records import Record, Step
 
 _LINE = re.compile(
     r"(?:Engine \d+: )?Iteration\(\d+\): (\d{1,18}) context requests, (\d{1,18}) context tokens, "
@@ -19,19 +18,15 @@ _LINE = re.compile(
 )
 
 
-def iterations(record: Record) -> Iterator[Iteration]:
+def iterations(record: Record) -> tuple[Step, ...]:
     """The steps that ``record`` reports. The dummy steps of data parallel count as none.
 
     The steps of one second come from one place in the code, so they are lines of one record.
     """
     if _LINE.match(record.head) is None:
-        return
-    for text in record.lines:
-        if (match := _LINE.match(text)) is not None and "(dummy)" not in text:
-            a, b, c, d = (int(n) for n in match.groups())
-            yield Iteration(a, b, c, d, record)
-
-
-def iteration(record: Record) -> Iteration | None:
-    """The largest of the steps that ``record`` reports, or None."""
-    return max(iterations(record), key=lambda step: step.tokens, default=None)
+        return ()
+    return tuple(
+        Step(*map(int, match.groups()))
+        for text in record.lines
+        if (match := _LINE.match(text)) is not None and "(dummy)" not in text
+    )

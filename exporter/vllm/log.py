@@ -20,6 +20,8 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from ..records import Line, Record
+from ..sources.framing import FIRST_YEAR, LAST_YEAR
+from .requests import REQUEST_FILES
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -142,6 +144,7 @@ class _Open:
     last_returns: int = 0
     closed: bool = False
     timed: bool = True
+    returns: list[int] = field(default_factory=list)
 
     def add(self, line: Line, text: str) -> None:
         if not self.lines:
@@ -153,6 +156,8 @@ class _Open:
             self.lines.append(text)
             self.numbers.append(line.number)
             self.chars += len(text)
+            if self.file in REQUEST_FILES:
+                self.returns.append(line.carriage_returns)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -177,6 +182,7 @@ class _Open:
             tuple(self.numbers),
             self.origin,
             self.timed,
+            returns=tuple(self.returns),
         )
 
 
@@ -372,6 +378,12 @@ class LogParser:
             if len(self._pids) > _KEPT_PIDS:
                 self._pids.clear()  # of engines long gone
             self._pids.add((process, str(pid)))
+        if line.traffic is not None:  # complete, whatever stands in the lines around it
+            yield self._alone(Record(
+                process, pid, key[0], time, file, (text,), (line.number,), line.origin, traffic=line.traffic
+            ))  # fmt: skip
+            yield from self._passed(time)
+            return
         # Pasted logs lose newlines: ERROR 11-07 12:01:00 [x.py:5] a ERROR 11-07 12:01:00 [x.py:5] b
         own = line.text[line.text.rfind(key[0], 0, end) : end]
         if own in text and file not in USER_TEXT_FILES:
@@ -430,11 +442,15 @@ class LogParser:
             fresh = _Open(self._order(), process, pid, level, time, file, line.origin, key)
             fresh.add(line, text)
             opened.append(fresh)
+        yield from self._passed(time)
+        if len(self._open) > 512:
+            yield from self._close_all()
+
+    def _passed(self, time: datetime | None) -> Iterator[_Done]:
+        """The log's own clock says ``time``."""
         if time is not None and time != self._now:
             self._now = time
             yield from self._close_older(time)
-        if len(self._open) > 512:
-            yield from self._close_all()
 
     # --- other lines ---------------------------------------------------------------------------
 
@@ -470,6 +486,7 @@ class LogParser:
             lines,
             (line.number,) * len(lines),
             line.origin,
+            traffic=line.traffic,
         )
 
     def _cpp(self, line: Line, match: re.Match[str]) -> Record:
@@ -584,6 +601,8 @@ def seconds_between(earlier: datetime | None, later: datetime | None) -> float |
 def _asctime(text: object) -> datetime | None:
     """``2026-11-01 00:20:00,417``: no zone, so a local time."""
     try:
-        return datetime.fromisoformat(str(text).replace(",", "."))
+        time = datetime.fromisoformat(str(text).replace(",", "."))
     except ValueError:
         return None
+    # "0001-01-01 00:00:00" has no seconds since the epoch where clocks are behind UTC
+    return time if FIRST_YEAR <= time.year <= LAST_YEAR else None

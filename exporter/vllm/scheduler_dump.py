@@ -32,6 +32,7 @@ _REQ_IDS = re.compile(r"CachedRequestData\(req_ids=\[")
 _ARRAY = r"{}=\[([\d, ]*)\]"
 _STATS = re.compile(r"SchedulerStats\(num_running_reqs=(\d{1,15}(?!\d)), num_waiting_reqs=(\d{1,15}(?!\d))")
 _KV_USAGE = re.compile(r"\b(?:kv|gpu)_cache_usage=(\d{1,15}(?:\.\d{1,30})?(?:e-?\d{1,2})?(?![\d.]))")
+_KEPT_LENGTHS = 32
 _VERSION = re.compile(r"V1 LLM engine \(v([\w.+!-]{1,64})\) with config")
 
 
@@ -39,8 +40,8 @@ def output_facts(text: str) -> dict[str, object]:
     """Numbers of ``SchedulerOutput(…)``; what can't be read is left out.
 
     ``step_tokens``, ``prefill_tokens`` and ``decode_tokens`` add up; ``max_prompt_tokens`` is
-    the longest prompt among the requests that begin in this step, ``max_computed_tokens`` the
-    deepest context of a request that prefills. Booleans: ``prompt_logprobs_requested``,
+    the longest prompt among the requests that begin in this step (``prompt_lengths`` has the
+    longest 32), ``max_computed_tokens`` the deepest context of a request that prefills. Booleans: ``prompt_logprobs_requested``,
     ``encoder_inputs``, ``spec_tokens``, ``lora_requested``.
     """
     facts: dict[str, object] = {}
@@ -77,6 +78,7 @@ def _read_new(new: str, facts: dict[str, object]) -> None:
     ]
     if lengths:
         facts["max_prompt_tokens"] = max(lengths)
+        facts["prompt_lengths"] = tuple(sorted(lengths, reverse=True)[:_KEPT_LENGTHS])
     loras = [m[2] for m in _NEW_COMPUTED.finditer(new)]
     if loras:
         facts["lora_requested"] = any(one not in ("None", "null") for one in loras)

@@ -14,9 +14,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from ..records import Dump, Failure, Frame, NearMiss, Record, Signal, Terminal
-from . import scheduler_dump, startup, traceback
-from .iteration import iteration
+from ..records import Dump, Failure, Frame, NearMiss, Record, Signal, Terminal, Traffic, TrafficSeen
+from . import requests, scheduler_dump, startup, traceback
+from .iteration import iterations
 from .log import USER_TEXT_FILES
 from .memory_error import Recognised, match
 
@@ -107,10 +107,15 @@ def signals(record: Record) -> Iterator[Signal]:
         if (found := _RETRY.match(record.head)) is not None:
             yield _near_miss(record, found)
         return
-    if record.file in USER_TEXT_FILES and record.file != "launcher.py":
+    if record.traffic is not None:
+        yield TrafficSeen(record.traffic, record)
         return
-    if record.level == "INFO" and (step := iteration(record)) is not None:
-        yield step
+    if record.file in USER_TEXT_FILES and record.file != "launcher.py":
+        if (received := requests.received(record)) is not None:
+            yield TrafficSeen(received, record)
+        return
+    if record.level == "INFO" and (steps := iterations(record)):
+        yield TrafficSeen(Traffic(steps=steps), record)
         return
     yield from startup.signals(record)
 

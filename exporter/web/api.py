@@ -8,29 +8,41 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from ..diagnosis.knowledge import FailureClass
 from ..document import SCHEMA_VERSION
 from ..status import Status, TargetStatus
 
 Document = dict[str, object]
+Stored = Callable[[str, str], Document | None]
+"""Finds the document of an incident, by target and id, that is no longer among those of a status."""
 
 
 def incidents(status: Status, hide_excerpts: bool) -> Iterator[Document]:
     """Every incident of every target, each with its ``target``; newest first within a target."""
     for target in status.targets:
         for one in target.incidents:
-            shown = {**one, "target": target.name}
-            if hide_excerpts:
-                shown.pop("excerpt", None)
-            yield shown
+            yield _shown(one, target, hide_excerpts)
 
 
-def incident(status: Status, incident_id: str, hide_excerpts: bool) -> Document | None:
+def incident(status: Status, incident_id: str, stored: Stored, hide_excerpts: bool) -> Document | None:
     """The incident of that id, or None."""
-    every = incidents(status, hide_excerpts)
-    return next((one for one in every if one.get("id") == incident_id), None)
+    for target in status.targets:
+        newest = (one for one in target.incidents if one.get("id") == incident_id)
+        if (one := next(newest, None)) is not None:
+            return _shown(one, target, hide_excerpts)
+    for target in status.targets:
+        if (one := stored(target.name, incident_id)) is not None:
+            return _shown(one, target, hide_excerpts)
+    return None
+
+
+def _shown(one: Document, target: TargetStatus, hide_excerpts: bool) -> Document:
+    shown = {**one, "target": target.name}
+    if hide_excerpts:
+        shown.pop("excerpt", None)
+    return shown
 
 
 def target_document(target: TargetStatus) -> Document:
@@ -46,6 +58,15 @@ def target_document(target: TargetStatus) -> Document:
         **up,
         "engines": target.engines,
         "near_misses": target.counts.near_misses,
+        **{
+            name: found
+            for name, found in (
+                ("trigger", target.trigger),
+                ("confirmation", target.confirmation),
+                ("risk", target.risk),
+            )
+            if found is not None
+        },
         "sources": [
             {
                 "source": one.name,

@@ -10,19 +10,18 @@ import asyncio
 import gzip
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from html import escape
 from typing import Any
 
 from aiohttp import hdrs, web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from .. import __version__
 from ..diagnosis.knowledge import FailureClass
 from ..metrics import make_registry
 from ..status import Status
 from . import api
 from .auth import BasicAuth, TooBusyError, names_in
+from .pages import Listed, Pages
 from .tls import WebConfig
 
 ALIVE_SECONDS = 30.0
@@ -98,18 +97,24 @@ def make_app(
     reload: Reload | None,
     enable_lifecycle: bool,
     hide_excerpts: bool,
+    stored: api.Stored = lambda _target, _identity: None,
+    listed: Listed = lambda _target, _skip, _most: ([], 0),
 ) -> web.Application:
     """The application that shows ``status``, open to everyone until ``serve`` gives it a guard.
 
-    ``reload`` loads the configuration anew and returns what is wrong with it, or None.
+    ``reload`` loads the configuration anew and returns what is wrong with it, or None. ``stored``
+    is asked for an incident that ``status`` does not hold, ``listed`` for a part of them all; both
+    have to answer at once.
     """
     app = web.Application(middlewares=[_answer, _guarded], client_max_size=MAX_BODY)
     app[GUARD] = Guard()
     app.on_response_prepare.append(_add_headers)
-    views = _Views(status, make_registry(status), classes, hide_excerpts)
+    views = _Views(status, make_registry(status), classes, hide_excerpts, stored)
+    pages = Pages(status, classes, stored, listed, hide_excerpts)
     app.add_routes(
         [
-            web.get("/", views.index),
+            web.get("/", pages.overview),
+            web.get("/incidents/{id}", pages.incident),
             web.get("/metrics", views.metrics),
             web.get("/api/v1/incidents", views.incidents),
             web.get("/api/v1/incidents/{id}", views.incident),
@@ -168,7 +173,9 @@ async def _guarded(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    for name, value in {**SECURITY_HEADERS, **request.app[GUARD].headers}.items():
+    policy = response.headers.get("Content-Security-Policy", SECURITY_HEADERS["Content-Security-Policy"])
+    always = {**SECURITY_HEADERS, "Content-Security-Policy": policy, **request.app[GUARD].headers}
+    for name, value in always.items():
         response.headers[name] = value
 
 
@@ -199,11 +206,13 @@ class _Views:
         registry: CollectorRegistry,
         classes: Mapping[str, FailureClass],
         hide_excerpts: bool,
+        stored: api.Stored,
     ) -> None:
         self._status = status
         self._registry = registry
         self._classes = classes
         self._hide_excerpts = hide_excerpts
+        self._stored = stored
 
     async def metrics(self, request: web.Request) -> web.Response:
         encode, content_type = choose_encoder(_best_format(request.headers.get(hdrs.ACCEPT, "")))
@@ -226,7 +235,7 @@ class _Views:
         return _json({"incidents": chosen[:limit], "total": len(chosen)})
 
     async def incident(self, request: web.Request) -> web.Response:
-        found = api.incident(self._status, request.match_info["id"], self._hide_excerpts)
+        found = api.incident(self._status, request.match_info["id"], self._stored, self._hide_excerpts)
         if found is None:
             raise web.HTTPNotFound(text="404: no incident has this id\n")
         return _json(found)
@@ -256,37 +265,6 @@ class _Views:
 
     async def budget_ready(self, _: web.Request) -> web.Response:
         raise web.HTTPServiceUnavailable(text="503: the budget probe has not run\n")
-
-    async def index(self, _: web.Request) -> web.Response:
-        targets = "".join(
-            f"<li>{escape(one.name)}: {escape(one.engine_state)}, {one.counts.incidents.total()} incidents</li>\n"
-            for one in self._status.targets
-        )
-        links = "".join(f'<li><a href="{path}">{path}</a>: {what}</li>\n' for path, what in _LINKS.items())
-        page = _PAGE.format(version=escape(__version__), targets=targets, links=links)
-        return web.Response(text=page, content_type="text/html")
-
-
-_LINKS = {
-    "/metrics": "for Prometheus",
-    "/api/v1/incidents": "memory incidents with evidence and advice",
-    "/api/v1/targets": "vLLM servers, their settings and memory",
-    "/api/v1/classes": "what the exporter can tell apart",
-    "/-/healthy": "the exporter runs",
-    "/-/ready": "the logs are open",
-}
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head><meta charset="utf-8"><title>vllm-oom-exporter</title></head>
-<body>
-<h1>vllm-oom-exporter {version}</h1>
-<ul>
-{targets}</ul>
-<ul>
-{links}</ul>
-</body>
-</html>
-"""
 
 
 def _json(data: object) -> web.Response:

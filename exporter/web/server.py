@@ -8,7 +8,6 @@ house of idle strangers must not keep Prometheus out.
 from __future__ import annotations
 
 import asyncio
-import re
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -36,17 +35,17 @@ log = structlog.get_logger(__name__)
 
 async def serve(
     app: web.Application,
-    listen: str,
+    host: str,
+    port: int,
     web_config: Path | None,
     *,
     poll_seconds: float = POLL_SECONDS,
 ) -> web.AppRunner:
-    """Serve ``app`` on ``listen`` (``HOST:PORT``) until ``cleanup`` of what is returned.
+    """Serve ``app`` until ``cleanup`` of what is returned; an empty ``host`` is every address.
 
-    Raises ``ValueError`` for a ``listen`` that is none, ``WebConfigError`` for a web configuration
-    that is not right, ``OSError`` where the address can't be had.
+    Raises ``WebConfigError`` for a web configuration that is not right, ``OSError`` where the
+    address can't be had.
     """
-    host, port = parse_listen(listen)
     config = None if web_config is None else await asyncio.to_thread(WebConfigFile, web_config)
     sockets = await _bind(host, port)
     sites: list[_Site] = []
@@ -74,14 +73,6 @@ async def serve(
             one.close()
         raise
     return runner
-
-
-def parse_listen(listen: str) -> tuple[str, int]:
-    """``0.0.0.0:10977``, ``[::]:10977`` or ``:10977`` (every address) as host and port."""
-    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([^:\[\]\s]*)):(\d{1,5})", listen, re.ASCII)
-    if match is None or int(match[3]) > 65535:
-        raise ValueError(f"{listen!r} is no address to listen on; write HOST:PORT, like 0.0.0.0:10977")
-    return match[1] or match[2], int(match[3])
 
 
 async def _bind(host: str, port: int) -> list[socket.socket]:

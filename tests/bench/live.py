@@ -1,7 +1,7 @@
 """Measures the running sidecar as users meet it: how soon it tells, what it costs, what it survives.
 
 The real command runs as a process of its own on a temporary file; figures come from its
-``/metrics`` and from ``/proc``. Three parts:
+``/metrics`` and from ``/proc``. Four parts, the last only where it is asked for:
 
 ``latency``    captures are played again with the pace they arrived in around their failure; the
                time counts from the moment a line was written to the first answer that shows it
@@ -9,6 +9,7 @@ The real command runs as a process of its own on a temporary file; figures come 
                many incidents
 ``hostile``    logs and a ``/metrics`` made to exhaust the reader; ``/metrics`` of the sidecar has
                to answer all the time
+``long``       memory over 10 GB and over 100,000 deaths, in a log that is rotated as it is written
 
 Nothing is asserted: figures depend on the machine, which is printed with them. Where there is a
 target, the row says whether it was met.
@@ -31,6 +32,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 
 import aiohttp
@@ -38,8 +40,8 @@ from aiohttp import web
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from fault import Sidecar, metrics
-from generate import write
+from fault import Sidecar, metrics, pieces
+from generate import chunks, write
 from replay import Replay
 
 NAMES = (
@@ -47,6 +49,7 @@ NAMES = (
     "profile_uni", "lora_survive", "preproc_survive", "v0271_mlp_mp",
 )  # fmt: skip
 PARTS = ("latency", "footprint", "hostile")
+LONG = "long"
 _MB = 1e6
 _TICKS = os.sysconf("SC_CLK_TCK")
 _LAST_WORDS = re.compile(rb"Failed core proc|EngineDeadError|died unexpectedly|Worker failed with error")
@@ -182,12 +185,14 @@ class Latency:
 
 
 async def replay_once(name: str, found: Latency) -> None:
-    """Play one capture beside a new sidecar and poll its ``/metrics`` every 4 ms."""
+    """Play one capture beside a new sidecar and poll its ``/metrics`` every 4 ms from 0.5 s before."""
     replay = Paced(name)
+    fast = replay.arrivals[replay.first] - replay.arrivals[0] - 0.5
     async with replay.server() as url, running(url=url) as one:
         writing = asyncio.create_task(replay.write(one.log))
         line_at = incident_at = None
-        deadline = time.monotonic() + 60
+        begin = time.monotonic()
+        deadline = begin + 60
         while incident_at is None and time.monotonic() < deadline:
             samples = await one.metrics()
             now = time.monotonic()
@@ -195,7 +200,8 @@ async def replay_once(name: str, found: Latency) -> None:
                 line_at = now
             if any(n for key, n in samples.items() if key.startswith("vllm_oom_incidents_total")):
                 incident_at = now
-            await asyncio.sleep(0.004 if len(replay.written) >= replay.first - 5 else 0.05)
+            # by the clock: the lines of a failure come at once, so those before it say too late that it comes
+            await asyncio.sleep(0.004 if now - begin >= fast else 0.05)
         assert line_at is not None, f"{name}: no error line within 60 s"
         assert incident_at is not None, f"{name}: no incident within 60 s"
         await writing
@@ -318,8 +324,6 @@ async def _long_log(report: Report, kind: str, gigabytes: float) -> None:
 
 async def _incidents(report: Report, count: int) -> None:
     """Many deaths with little between them."""
-    from fault import pieces
-
     async with running() as one:
         made = written = 0
         memory: list[tuple[int, float]] = []
@@ -351,6 +355,88 @@ async def _incidents(report: Report, count: int) -> None:
         )
         size = sum(path.stat().st_size for path in (one.log.parent / "state").iterdir())
         report.add(f"{count} incidents: state on disk", f"{size / _MB:.1f} MB")
+
+
+# --- long -----------------------------------------------------------------------------------
+
+
+class Rotating:
+    """A log that is renamed and begun anew every 200 MB, so that any amount of it fits on the disk."""
+
+    LIMIT = 200_000_000
+
+    def __init__(self, one: Running) -> None:
+        self.one = one
+        self.written = 0
+        self._size = 0
+        self._out = one.log.open("ab")
+
+    async def write(self, data: bytes) -> None:
+        """Append, and rotate where it is time; never ahead of the reader by more than a file."""
+        self._out.write(data)
+        self.written += len(data)
+        self._size += len(data)
+        if self._size >= self.LIMIT:
+            await self.read()
+            self._out.close()
+            self.one.log.replace(self.one.log.with_suffix(".log.1"))
+            self._out = self.one.log.open("ab")
+            self._size = 0
+
+    async def read(self) -> None:
+        """Wait until all of it was read. Raises ``TimeoutError`` after 20 minutes."""
+        self._out.flush()
+        await self.one.read_all(self.written, 1200)
+
+
+async def long(report: Report, args: argparse.Namespace) -> None:
+    """Part d."""
+    await _long_traffic(report, args.long_gigabytes)
+    await _long_deaths(report, args.long_incidents)
+
+
+async def _long_traffic(report: Report, gigabytes: float) -> None:
+    block = b"".join(chunks("mixed", 64 << 20))
+    async with running() as one:
+        log, memory, used = Rotating(one), [], cpu(one.pid)
+        for tenth in range(1, 11):
+            while log.written < gigabytes * 1e9 * tenth / 10:
+                await log.write(block)
+            await log.read()
+            memory.append(rss(one.pid))
+            report.add(f"{log.written / 1e9:.1f} GB, rotated every 0.2 GB: RSS", f"{memory[-1]:.1f} MB")
+        spent = cpu(one.pid) - used
+        report.add(f"{gigabytes:g} GB: a CPU-second", f"{log.written / _MB / spent:.0f} MB")
+        _say_flat(report, f"{gigabytes:g} GB", memory)
+
+
+async def _long_deaths(report: Report, count: int) -> None:
+    async with running() as one:
+        log, memory, begin, used = Rotating(one), [], time.monotonic(), cpu(one.pid)
+        names = ("mlp_uni_16384", "sampler_uni", "load_uni")
+        for number, piece in enumerate(islice(pieces(1, names, traffic=False), count), 1):
+            await log.write(piece.data)
+            if number % max(count // 10, 1) == 0:
+                await log.read()
+                memory.append(rss(one.pid))
+                report.add(f"{number} deaths, {log.written / 1e9:.1f} GB: RSS", f"{memory[-1]:.1f} MB")
+        await asyncio.sleep(3)
+        samples = await one.metrics()
+        seen = sum(n for name, n in samples.items() if name.startswith("vllm_oom_incidents_total"))
+        spent, seconds = cpu(one.pid) - used, time.monotonic() - begin
+        report.add(f"{count} deaths: counted", f"{seen:.0f}", str(count), seen == count)
+        report.add(
+            f"{count} deaths: speed", f"{count / seconds:.0f} a second ({count / spent:.0f} a CPU-second)"
+        )
+        _say_flat(report, f"{count} deaths", memory)
+        size = sum(path.stat().st_size for path in (one.log.parent / "state").iterdir())
+        report.add(f"{count} deaths: state on disk", f"{size / _MB:.1f} MB")
+
+
+def _say_flat(report: Report, name: str, memory: list[float]) -> None:
+    """The first tenth is warming up: what it ends with is the measure."""
+    growth = max(memory) / memory[0] - 1
+    report.add(f"{name}: RSS above that of the first tenth, at most", f"{growth:.1%}", "5%", growth <= 0.05)
 
 
 # --- hostile --------------------------------------------------------------------------------
@@ -497,7 +583,7 @@ def page(report: Report, command: str) -> str:
 async def measure(args: argparse.Namespace) -> Report:
     """Run the chosen parts one after the other."""
     report = Report()
-    for name, part in (("latency", latency), ("footprint", footprint), ("hostile", hostile)):
+    for name, part in (("latency", latency), ("footprint", footprint), ("hostile", hostile), (LONG, long)):
         if name in args.parts:
             await part(report, args)
     return report
@@ -508,11 +594,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, LONG), default=list(PARTS))
     parser.add_argument("--replays", type=int, default=32)
     parser.add_argument("--idle", type=float, default=30, help="seconds of the idle measurement")
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the long logs")
     parser.add_argument("--incidents", type=int, default=5000)
+    parser.add_argument("--long-gigabytes", type=float, default=10.0)
+    parser.add_argument("--long-incidents", type=int, default=100_000)
     parser.add_argument("--hostile-seconds", type=float, default=30, help="for each hostile /metrics")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page, as LIVE.md")
     args = parser.parse_args()

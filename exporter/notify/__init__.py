@@ -1,0 +1,1 @@
+"""Direct notifications: from documents to Alertmanager and to Kubernetes Events, past Prometheus."""
