@@ -7,7 +7,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 LISTEN ?= 127.0.0.1:10977
 
-.PHONY: run test lint types unit golden bench clean
+.PHONY: run test lint types unit golden screenshots bench clean
 
 run: $(VENV)/.run
 	@$(BIN)/python tests/replay.py --listen $(LISTEN)
@@ -21,20 +21,29 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
-# promtool comes with Prometheus, amtool with Alertmanager
+# promtool comes with Prometheus, amtool with Alertmanager; the pages are looked at with Chromium
 unit: $(VENV)/.dev
 	command -v promtool && command -v prometheus-alertmanager || { apt-get update && apt-get install -y --no-install-recommends prometheus prometheus-alertmanager; }
+	command -v chromium || { apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core; }
 	$(BIN)/pytest
 
 # Rewrites the golden files. Read the difference before you commit it.
 golden: $(VENV)/.dev
 	$(BIN)/pytest tests/test_cli.py tests/test_metrics.py tests/test_notify.py --renew-golden
 
+# Takes the pictures of the README anew
+screenshots: $(VENV)/.dev
+	$(BIN)/pytest tests/test_pages_browser.py -k screenshots --renew-screenshots
+
 bench: $(VENV)/.dev
 	command -v mtail && command -v rg || { apt-get update && apt-get install -y mtail ripgrep; }
 	$(BIN)/python tests/bench/scan.py
 	$(BIN)/python tests/bench/exposition.py
 	$(BIN)/python tests/bench/page.py
+	$(BIN)/python tests/bench/pages.py
+	$(BIN)/python tests/bench/trigger.py
+	$(BIN)/python tests/bench/outlook.py
+	$(BIN)/python tests/bench/rules_cost.py
 
 clean:
 	rm -rf $(VENV) dist build

@@ -49,7 +49,8 @@ _JUDGE_TICKS = 10
 _REPLAY_BYTES = 64 << 20  # what a restart may have to read again, at most
 _KEPT_TURNS = 1000  # of files that are written by turns
 _KEPT_DONE = 16  # logs whose last file is gone and the next one not there yet
-_KNOWN = 10_000
+KNOWN = 3000
+"""What was counted, kept in memory: as much as a restart can have to read again, and some more."""
 _UNSAVED = 1000  # documents kept while the state can't be written
 _NEAR_MISS = "near_miss"
 RECENT = 100
@@ -584,7 +585,7 @@ class Follower:
             self.known[identity] = known
             for old in islice(reversed(self.known), RECENT, RECENT + 1):
                 self.known[old].reports = frozenset()  # thousands of them would be most of our memory
-            if len(self.known) > _KNOWN:
+            if len(self.known) > KNOWN:
                 del self.known[next(iter(self.known))]
             counts.incidents[known.class_id, known.phase] += 1
         elif known.version == version or (known.fatal and not incident.fatal):
@@ -689,11 +690,11 @@ class Follower:
             return False
         when = self._now().timestamp()
         self.events[key] = self.new_events[key] = when
-        if len(self.events) > _KNOWN:
+        if len(self.events) > KNOWN:
             # there may be any number of near misses in one life, and its start must not be forgotten
             near = (one for one in self.events if one.startswith(_NEAR_MISS))
             del self.events[next(near, next(iter(self.events)))]
-        if len(self.new_events) > _KNOWN:
+        if len(self.new_events) > KNOWN:
             del self.new_events[next(iter(self.new_events))]
         self.urgent = True
         return True

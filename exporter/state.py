@@ -21,7 +21,7 @@ from typing import Any
 from .diagnosis.exposure import Window
 from .diagnosis.ledger import KEPT_WINDOWS, KINDS
 from .diagnosis.trigger import to_plain as event_plain
-from .follow import KEPT_STREAMS, RECENT, SHOWN_INCIDENTS, Checkpoint, Follower, Known, StreamState
+from .follow import KEPT_STREAMS, KNOWN, RECENT, SHOWN_INCIDENTS, Checkpoint, Follower, Known, StreamState
 from .status import Counts, LastIncident, OpenAlert, TargetStatus
 from .vllm.log import LogParser
 
@@ -30,6 +30,7 @@ _EXPOSURES = """
 CREATE TABLE exposure (target TEXT, name TEXT, value TEXT NOT NULL, PRIMARY KEY (target, name)) WITHOUT ROWID;
 CREATE TABLE window (target TEXT, kind TEXT, ended REAL, life INTEGER NOT NULL, length REAL, rate REAL,
     PRIMARY KEY (target, kind, ended)) WITHOUT ROWID;
+CREATE INDEX incident_by_target ON incident (target, number);
 """
 MIGRATIONS: Mapping[int, str] = {1: _EXPOSURES}
 """Statements that bring a file of one version to the next; a new version adds a row."""
@@ -130,6 +131,7 @@ class Store:
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")
             db.execute("PRAGMA journal_size_limit = 4194304")
+            db.execute("PRAGMA cache_size = -512")  # KiB; we write a few rows and read hardly any
             version = db.execute("PRAGMA user_version").fetchone()[0]
             if version == 0:
                 db.executescript(
@@ -200,6 +202,14 @@ class Store:
             return [dict(json.loads(text)) for (text,) in rows], int(total)
         except (*_UNREADABLE, StateError):
             return [], 0
+
+    def seen(self) -> dict[str, float]:
+        """Every target in the file that was read, and when that was, in seconds since the epoch."""
+        try:
+            rows = self._open().execute("SELECT target, max(seen) FROM stream GROUP BY target").fetchall()
+            return {str(target): float(when) for target, when in rows}
+        except (*_UNREADABLE, StateError):
+            return {}
 
     # --- writing --------------------------------------------------------------------------------
 
@@ -359,7 +369,7 @@ def _load(db: sqlite3.Connection, follower: Follower) -> None:
     latest = {name: LastIncident(**one) for name, one in last.items()}
     rows = db.execute(
         "SELECT id, class, phase, fatal, reports FROM incident WHERE target = ? ORDER BY number DESC LIMIT ?",
-        (status.name, KEPT_INCIDENTS),
+        (status.name, KNOWN),
     ).fetchall()
     known = {
         one: Known(class_id, phase, bool(fatal), _reports(reports) if back < RECENT else frozenset())
@@ -376,7 +386,7 @@ def _load(db: sqlite3.Connection, follower: Follower) -> None:
         db.execute(
             "SELECT key, seen FROM (SELECT * FROM event WHERE target = ? ORDER BY number DESC LIMIT ?)"
             " ORDER BY number",
-            (status.name, KEPT_INCIDENTS),
+            (status.name, KNOWN),
         ).fetchall()
     )
     streams = {

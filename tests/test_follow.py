@@ -798,7 +798,7 @@ class TestBounds:
     def test_incidents(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """After many incidents as many are known as the bound says, with 200 documents and one case."""
         bound, hundreds = (10_000, 103) if LONG else (500, 7)
-        monkeypatch.setattr(follow, "_KNOWN", bound)
+        monkeypatch.setattr(follow, "KNOWN", bound)
         feed = Feed()
         feed.give(start(), ticks=30)
         history = feed.one._history
@@ -824,7 +824,7 @@ class TestBounds:
 
     def test_events(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Events are known up to a bound."""
-        monkeypatch.setattr(follow, "_KNOWN", 400)
+        monkeypatch.setattr(follow, "KNOWN", 400)
         feed = Feed()
         feed.give(start(), ticks=30)
         for number in range(0, 1000, 100):
@@ -835,7 +835,7 @@ class TestBounds:
 
     def test_a_start_is_not_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """However many near misses a server has, it started once."""
-        monkeypatch.setattr(follow, "_KNOWN", 400)
+        monkeypatch.setattr(follow, "KNOWN", 400)
         feed = Feed()
         feed.give(start(), ticks=30)
         for number in range(0, 1000, 100):
@@ -844,7 +844,7 @@ class TestBounds:
 
     def test_while_nothing_can_be_saved(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What waits to be saved is bounded too, for a disk that stays full."""
-        monkeypatch.setattr(follow, "_KNOWN", 100)
+        monkeypatch.setattr(follow, "KNOWN", 100)
         monkeypatch.setattr(follow, "_UNSAVED", 50)
         feed = Feed()
         feed.give(start(), ticks=30)

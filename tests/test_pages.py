@@ -384,11 +384,11 @@ async def test_an_incident_that_only_the_state_file_has(get: Get) -> None:
     ("log", "ended", "verdict", "numbers"),
     [
         ("kv_toobig", "the server did not start", "Less free memory at start than the requested share",
-         "15.88 GiB of 84.00 GiB was free"),
+         "15.88 GiB of 19.59 GiB was free"),
         ("lora_survive", "the engine survived", "LoRA adapters at run time",
          "asked for 3.83 GiB, 2.11 GiB was free · at most 16,384 tokens a step"),
         ("kv_small_mp", "the server did not start", "The KV cache cannot hold one request of full length",
-         "0.50 GiB of KV cache is needed, 0.06 GiB is there"),
+         "1.24 GiB of KV cache is needed, 1.00 GiB is there"),
     ],
 )  # fmt: skip
 async def test_other_failures(get: Get, log: str, ended: str, verdict: str, numbers: str) -> None:

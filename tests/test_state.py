@@ -19,7 +19,7 @@ from test_incident import dead, fatal, start, warning
 
 from exporter import state
 from exporter.diagnosis.knowledge import builtin_classes
-from exporter.follow import Checkpoint, Follower, Known, StreamState
+from exporter.follow import KNOWN, Checkpoint, Follower, Known, StreamState
 from exporter.sources.stream import Chunk, SourceStats
 from exporter.state import FILE, KEPT_INCIDENTS, KEPT_SECONDS, SCHEMA, StateError, Store
 from exporter.status import LastIncident, TargetStatus
@@ -592,8 +592,11 @@ class TestBounds:
         self.many(one, 0, KEPT_INCIDENTS + 500)
         store.save(one)  # the first save prunes
         after = follower(store)
-        assert list(after.known) == [f"i{number}" for number in range(500, KEPT_INCIDENTS + 500)]
-        assert list(after.events) == [f"e{number}" for number in range(500, KEPT_INCIDENTS + 500)]
+        last = range(KEPT_INCIDENTS + 500 - KNOWN, KEPT_INCIDENTS + 500)
+        assert list(after.known) == [f"i{number}" for number in last]
+        assert list(after.events) == [f"e{number}" for number in last]
+        assert store.incident(NAME, "i499") is None
+        assert store.incident(NAME, "i500") is not None
         assert after.status.counts.incidents["lora", "serving"] == KEPT_INCIDENTS + 500
         assert [one["id"] for one in after.status.incidents][::199] == ["i10499", "i10300"]
 
@@ -603,7 +606,7 @@ class TestBounds:
         self.many(one, 0, KEPT_INCIDENTS + 500)
         store.save(one)
         after = follower(store)
-        assert (len(after.known), len(after.events)) == (KEPT_INCIDENTS, KEPT_INCIDENTS)
+        assert (len(after.known), len(after.events)) == (KNOWN, KNOWN)
         assert list(after.known)[-1] == f"i{KEPT_INCIDENTS + 499}"
 
     def test_age(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -776,7 +779,7 @@ class TestMigration:
             del counts["long_prompts"]
             db.execute("UPDATE target SET counts = ?", (json.dumps(counts),))
             db.commit()
-            db.executescript("DROP TABLE exposure; DROP TABLE window; PRAGMA user_version = 1;")
+            db.executescript("DROP TABLE exposure; DROP TABLE window; DROP INDEX incident_by_target; PRAGMA user_version = 1;")
         new = Store(tmp_path)
         new.open()
         assert new.moved_aside is None
