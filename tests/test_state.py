@@ -779,7 +779,9 @@ class TestMigration:
             del counts["long_prompts"]
             db.execute("UPDATE target SET counts = ?", (json.dumps(counts),))
             db.commit()
-            db.executescript("DROP TABLE exposure; DROP TABLE window; DROP INDEX incident_by_target; PRAGMA user_version = 1;")
+            db.executescript(
+                "DROP TABLE exposure; DROP TABLE window; DROP INDEX incident_by_target; PRAGMA user_version = 1;"
+            )
         new = Store(tmp_path)
         new.open()
         assert new.moved_aside is None
