@@ -16,7 +16,7 @@ import gzip
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -67,13 +67,14 @@ def deaths(rng: random.Random, windows: list[Window], truth: str, k: int) -> lis
     """The numbers of ``k`` windows in which the server dies, in order."""
     counts = sorted(len(one.prompts) for one in windows)
     busy = counts[int(0.9 * len(counts))]
-    hazard = {
+    hazards: dict[str, Callable[[Window], float]] = {
         "length": lambda one: sum(tokens > LONG for tokens in one.prompts),
         "rate": lambda one: max(0, len(one.prompts) - busy),
         "none": lambda _: 1,
-    }[truth]
+    }
+    hazard = hazards[truth]
     quiet = min(_QUIET, len(windows) // 2)
-    weights = {at: float(hazard(one)) for at, one in enumerate(windows) if at >= quiet}
+    weights = {at: hazard(one) for at, one in enumerate(windows) if at >= quiet}
     found: list[int] = []
     for _ in range(k):
         (at,) = rng.choices(list(weights), list(weights.values()))
