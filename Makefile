@@ -7,7 +7,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 LISTEN ?= 127.0.0.1:10977
 
-.PHONY: run test lint types unit golden screenshots bench clean
+.PHONY: run test lint types unit golden screenshots dashboards bench clean
 
 run: $(VENV)/.run
 	@$(BIN)/python tests/replay.py --listen $(LISTEN)
@@ -34,6 +34,15 @@ golden: $(VENV)/.dev
 # Takes the pictures of the README anew
 screenshots: $(VENV)/.dev
 	$(BIN)/pytest tests/test_pages_browser.py -k screenshots --renew-screenshots
+
+# Draws the dashboards with Grafana's own components: Node 20, npm packages, Chromium; DRAW=--renew-golden keeps the pictures
+dashboards: $(VENV)/.dev tests/grafana/node_modules/.package-lock.json
+	command -v chromium && command -v promtool || { apt-get update && apt-get install -y --no-install-recommends chromium prometheus; }
+	$(BIN)/pytest tests/grafana/drawn.py $(DRAW)
+
+tests/grafana/node_modules/.package-lock.json: tests/grafana/package-lock.json
+	cd tests/grafana && npm ci --legacy-peer-deps --no-audit --no-fund
+	@touch $@
 
 bench: $(VENV)/.dev
 	command -v mtail && command -v rg || { apt-get update && apt-get install -y mtail ripgrep; }
