@@ -101,6 +101,7 @@ class Server:
     settings: dict[str, object] = field(default_factory=lambda: {"max_num_batched_tokens": 16384})
     now: datetime = BEGIN
     iterations: bool = True
+    requests: bool = False  # lines of vLLM up to 0.11.0 with the ids of every prompt
     lives: int = 0
     finished: int = 0
     running: int = 0
@@ -140,6 +141,7 @@ class Server:
             lines = []
             for tokens in window.prompts[part::parts]:
                 lines.append(self._access())
+                lines.append(self._received(tokens))
                 lines += self._steps(tokens, len(window.prompts))
                 for bound in self.counts:
                     self.counts[bound] += tokens <= bound
@@ -161,7 +163,7 @@ class Server:
         )
         end = re.sub(r"SchedulerOutput\(.*", lambda _: dump, _text()[1])
         end = re.sub(r"num_running_reqs=\d+", f"num_running_reqs={running}", end)
-        text = self._timed(end)
+        text = self._received(longest) + self._timed(end)
         self.now += timedelta(seconds=DOWN)
         return text
 
@@ -196,6 +198,17 @@ class Server:
                 "requests, 0 generation tokens, iteration elapsed time: 25.62 ms, GPU KV cache usage: 0.4%",
             )
             self.steps += 1
+
+    def _received(self, tokens: int) -> str:
+        if not self.requests:
+            return ""
+        ids = ", ".join(["7"] * tokens)
+        return self._line(
+            "INFO",
+            "logger.py:43",
+            f"Received request cmpl-{self.finished}: prompt: 'x', params: SamplingParams(n=1), "
+            f"prompt_token_ids: [{ids}], prompt_embeds shape: None, lora_request: None.",
+        )
 
     def _access(self) -> str:
         return '(APIServer pid=1) INFO:     192.0.2.7:50000 - "POST /v1/completions HTTP/1.1" 200 OK\n'
@@ -260,13 +273,15 @@ def _without_longest(window: Window) -> tuple[int, ...]:
     return tuple(rest)
 
 
-def lifecycle(*epochs: tuple[Mapping[str, object], int, int], seed: int = 1) -> str:
+def lifecycle(
+    *epochs: tuple[Mapping[str, object], int, int], seed: int = 1, server: Server | None = None
+) -> str:
     """A log of epochs: settings, long prompts that were survived in each life, and deaths (0: it lives on).
 
     An epoch that dies ``k`` times is ``k`` lives that share the survived prompts.
     """
     rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
-    server = Server()
+    server = server or Server()
     text = ""
     for settings, survived, died in epochs:
         lives = max(1, died)

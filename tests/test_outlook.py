@@ -143,6 +143,15 @@ def test_few_prompts_are_counted_against_what_is_needed() -> None:
     assert found["pvalue"] == pytest.approx((10 / 22) ** 2, rel=0.01)
 
 
+def test_request_lines_tell_the_same_as_steps() -> None:
+    """Up to 0.11.0 vLLM logs the ids of every prompt when it arrives, that of the killing one too."""
+    server = Server(iterations=False, requests=True)
+    text = lifecycle(({BUDGET: 16384}, 8, 2), ({BUDGET: 2048}, 12, 0), server=server)
+    found = outlook(text)["confirmation"]
+    assert found["state"] == "accruing", found
+    assert (found["old_exposures"], found["exposures"], found["exposures_needed"]) == (10, 12, 35)
+
+
 def test_a_failure_at_the_lower_budget_refutes() -> None:
     """Whatever survived before it."""
     text = lifecycle(({BUDGET: 16384}, 8, 2), ({BUDGET: 2048}, 40, 1))
