@@ -6,12 +6,13 @@ import base64
 import gzip
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import yaml
 
 from exporter.analyze import Reader
@@ -61,6 +62,13 @@ def analyzed(log: bytes, block: int = BLOCK) -> Document:
     reader.finish()
     history.finish()
     return document(history, reader.lines, reader.bytes)
+
+
+@pytest.fixture(autouse=True)
+def own_log_as_it_was() -> Iterator[None]:
+    """A test that configures the exporter's own log does not do it for those after it."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")
