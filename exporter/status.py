@@ -81,6 +81,9 @@ class TargetStatus:
     scrape_up: bool | None = None  # None: no URL is scraped
     scrape_seconds: float | None = None
     largest_step_tokens: int | None = None
+    steps: dict[str, int] | None = None  # of this life, by its per-step lines: seen, full, largest_tokens
+    probe: dict[str, object] | None = None  # document of the last probe, with the index of its life
+    probe_asked: bool = False  # whether each life is probed
     recommended_budget: int | None = None
     trigger: dict[str, object] | None = None  # documents of the contract, None before anything is known
     confirmation: dict[str, object] | None = None
@@ -98,5 +101,36 @@ class Status:
     state_write_failures: int = 0
     config_reload_successful: bool = True
     notifications: Counter[tuple[str, str]] = field(default_factory=Counter)  # (receiver, result)
+    node_containers: dict[str, int] | None = None  # by state; None: the exporter follows no node
     ready: bool = False
     alive: float = 0.0  # loop time of the last sign of life
+
+
+def unready(target: TargetStatus) -> str | None:
+    """Why the budget of this engine life can't be relied on yet, in one line; None where it can.
+
+    It was exercised if a probe survived, or if a full step is in the log. Where each life is probed,
+    its probe has to have ended first.
+    """
+    if target.life is None:
+        return "no start of the server was read yet"
+    probe = target.probe or {}
+    state = probe.get("state") if probe.get("life") == target.life.index else None
+    full = (target.steps or {}).get("full", 0)
+    if target.engine_state in ("dead", "stopped", "hung"):
+        return f"the engine is {target.engine_state}"
+    if state == "survived":
+        return None
+    if state in ("running", "failed", "unfinished"):
+        return {
+            "running": "the budget probe is running",
+            "failed": "the server failed under the budget probe",
+            "unfinished": "the budget probe was not finished in time",
+        }[str(state)]
+    if full and (state == "skipped" or not target.probe_asked):
+        return None
+    if state == "skipped":
+        return f"the budget probe could not run: {probe.get('reason', 'for an unknown reason')}"
+    if target.probe_asked:
+        return "the budget probe has not run"
+    return "no full step is in the log; start with --probe.on-start, or run vllm with --enable-logging-iteration-details"

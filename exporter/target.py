@@ -24,6 +24,7 @@ from .follow import Follower
 from .notify.alerts import Links
 from .notify.open_alerts import OpenAlerts
 from .notify.receiver import Outlet
+from .probe.on_start import OnStart, Wanted
 from .scrape import Scraper
 from .sources.scan import BLOCK
 from .sources.stream import Source
@@ -60,6 +61,7 @@ class Target:
         labels: Mapping[str, str] | None = None,
         links: Links | None = None,
         devices: Devices | None = None,
+        probe: Wanted | None = None,
     ) -> None:
         self.config = config
         self.status = status
@@ -76,7 +78,9 @@ class Target:
         self._read_live: float | None = None  # when the last line of a failure was read, if so
         self._begun: float | None = None
         self._sources = sources
-        self._scraper = Scraper(config.vllm_url, interval, self._clocks.wall, session)
+        self._scraper = Scraper(config.vllm_url or None, interval, self._clocks.wall, session)
+        self._url = config.vllm_url or None
+        self._on_start = None if probe is None else OnStart(probe, self.follower, lambda: self._url, session)
         self._running = len(sources)
         self._fed = 0
         self._last_fed: float | None = None
@@ -93,7 +97,8 @@ class Target:
 
     def jobs(self, saved: Callable[[], None]) -> list[Coroutine[Any, Any, None]]:
         """What is to run. ``saved`` is called when something was counted that may not be lost."""
-        return [self._read(source, saved) for source in self._sources] + [self._scraper.run()]
+        probe = [] if self._on_start is None else [self._on_start.run()]
+        return [self._read(source, saved) for source in self._sources] + [self._scraper.run(), *probe]
 
     async def _read(self, source: Source, saved: Callable[[], None]) -> None:
         follower, name = self.follower, source.stats.name
@@ -116,6 +121,11 @@ class Target:
             self._report()
             saved()
             self.ended.set()
+
+    def point_to(self, url: str | None) -> None:
+        """The server answers there from now on, or nobody knows where. Raises ValueError for a bad URL."""
+        self._scraper.point_to(url)
+        self._url = url
 
     @property
     def opened(self) -> bool:

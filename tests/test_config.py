@@ -40,9 +40,10 @@ LINGER = "a duration from 0s to 1h, such as 2s, 500ms or 1m30s"
 NAME = "1 to 128 of the characters a-z A-Z 0-9 _ . : / -"
 KUBERNETES_NAME = "a Kubernetes name (lower-case letters, digits and '-')"
 KEYS = (
-    "log, vllm_url, scrape_interval, listen, state_dir, alertmanager_url, runbook_url, linger, "
-    "web_config_file, web_external_url, web_enable_lifecycle, web_hide_excerpts, classes, log_level, log_format, targets"
+    "log, vllm_url, node, node_match, scrape_interval, listen, state_dir, alertmanager_url, runbook_url, linger, "
+    "web_config_file, web_external_url, web_enable_lifecycle, web_hide_excerpts, classes, log_level, log_format, probe, targets"
 )
+PROBE = "on_start, spend, timeout, api_key_file"
 NO_LOG = "--log: no log to read; give --log SOURCE, VLLM_OOM_LOG or log: in "
 
 # FILE stands for the name of the file
@@ -228,6 +229,8 @@ def test_full_file() -> None:
             ),
         ),
         labelled=False,
+        node=None,
+        node_match=(),
         scrape_interval=0.5,
         listen=Address("::", 10977),
         state_dir=Path("/var/lib/vllm-oom"),
@@ -239,6 +242,10 @@ def test_full_file() -> None:
         web_enable_lifecycle=True,
         web_hide_excerpts=True,
         classes=Path("classes.d"),
+        probe_on_start=True,
+        probe_spend=60.0,
+        probe_timeout=300.0,
+        probe_api_key_file=Path("/run/secrets/vllm"),
         log_level="debug",
         log_format="json",
     )
@@ -249,6 +256,8 @@ def test_defaults() -> None:
     assert load(FILES / "valid-minimal.yaml", {}, {}) == Config(
         targets=(TargetConfig("vllm", ("/var/log/vllm/*.log",), "http://localhost:8000", {}),),
         labelled=False,
+        node=None,
+        node_match=(),
         scrape_interval=2.0,
         listen=Address("0.0.0.0", 10977),  # noqa: S104 - a sidecar is scraped from elsewhere
         state_dir=None,
@@ -260,6 +269,10 @@ def test_defaults() -> None:
         web_enable_lifecycle=False,
         web_hide_excerpts=False,
         classes=None,
+        probe_on_start=False,
+        probe_spend=20.0,
+        probe_timeout=120.0,
+        probe_api_key_file=None,
         log_level="info",
         log_format="auto",
     )
@@ -284,6 +297,68 @@ def test_targets() -> None:
             {"namespace": "models", "pod": "embed-0", "container": "vllm"},
         ),
     )
+
+
+def test_the_probe_has_a_key_of_its_own(tmp_path: Path) -> None:
+    """Its options are together in the file; flag, variable and key say the same, and mistakes are told with their place."""
+    by_file = load(written(tmp_path, "log: [a]\nprobe:\n  on_start: true\n  timeout: 5m\n"), {}, {})
+    by_flag = load(None, {}, {"log": ["a"], "probe_on_start": "true", "probe_timeout": "5m"})
+    by_variable = load(
+        None, {"VLLM_OOM_LOG": "a", "VLLM_OOM_PROBE_ON_START": "true", "VLLM_OOM_PROBE_TIMEOUT": "5m"}, {}
+    )
+    assert by_file == by_flag == by_variable
+    assert (by_flag.probe_on_start, by_flag.probe_timeout) == (True, 300.0)
+    file = written(tmp_path, "log: [a]\nprobe:\n  on_strat: true\n  spend: 0s\nprobe_timeout: 1m\n")
+    assert problems_of(file, {}, {}) == [
+        f"{file}:5: probe_timeout: unknown key; known are {KEYS}",
+        f"{file}:3: probe.on_strat: unknown key; did you mean on_start?",
+        f"{file}:4: probe.spend: must be a duration from 1s to 1h, such as 2s, 500ms or 1m30s",
+    ]
+    file = written(tmp_path, "log: [a]\nprobe: true\n")
+    assert problems_of(file, {}, {}) == [f"{file}:2: probe: must be a mapping with the keys {PROBE}"]
+
+
+def test_node(tmp_path: Path) -> None:
+    """A node has no targets yet, and its series carry labels; flag, variable and key say the same."""
+    match = ["prod/llama-*/vllm", "team-[ab]/*/*"]
+    by_file = load(written(tmp_path, yaml.safe_dump({"node": "/var/log/pods", "node_match": match})), {}, {})
+    by_flag = load(None, {}, {"node": "/var/log/pods", "node_match": match})
+    by_variable = load(None, {"VLLM_OOM_NODE": "/var/log/pods", "VLLM_OOM_NODE_MATCH": ",".join(match)}, {})
+    assert by_file == by_flag == by_variable
+    assert (by_flag.node, by_flag.node_match) == (Path("/var/log/pods"), tuple(match))
+    assert (by_flag.targets, by_flag.labelled) == ((), True)
+    assert describe(by_flag) == (
+        "node: follows the containers in /var/log/pods that match prod/llama-*/vllm, team-[ab]/*/*\n"
+    )
+    assert "whose log is one of vLLM" in describe(load(None, {}, {"node": "/var/log/pods"}))
+
+
+def test_a_node_is_beside_nothing(tmp_path: Path) -> None:
+    """Logs, an address and targets are refused beside it, each with both places; so is a match without it."""
+    file = written(tmp_path, "log: [/var/log/a.log]\n")
+    assert problems_of(file, {"VLLM_OOM_VLLM_URL": "http://v"}, {"node": "/var/log/pods"}) == [
+        f"{file}:1: log: cannot be used beside --node, which finds the servers of the node itself; keep one of them",
+        "VLLM_OOM_VLLM_URL: cannot be used beside --node, which finds the servers of the node itself; "
+        "keep one of them",
+    ]
+    file = written(tmp_path, "targets:\n- {name: a, log: [/a], vllm_url: http://a}\n")
+    assert problems_of(file, {"VLLM_OOM_NODE_MATCH": "a/b/c"}, {"node": "/var/log/pods"}) == [
+        f"--node: cannot be used beside targets ({file}:1); keep one of them",
+        f"VLLM_OOM_NODE_MATCH: cannot be used beside targets ({file}:1); keep one of them",
+    ]
+    assert problems_of(None, {}, {"log": ["/a"], "node_match": ["a/b/c"]}) == [
+        "--node.match: is of no use without node; give node too, or remove it"
+    ]
+
+
+@pytest.mark.parametrize("text", ["llama-*", "prod/llama-0", "Prod/x/y", "a/b/c/d", "a//c", "a/b/{c}"])
+def test_patterns_of_containers(text: str) -> None:
+    """Three names or globs, of the characters of Kubernetes; the value is not repeated."""
+    problem = problems_of(None, {}, {"node": "/var/log/pods", "node_match": [text]})
+    wanted = "must be names or globs for namespace, pod and container, such as prod/llama-*/vllm"
+    assert len(problem) == 1
+    assert problem[0].startswith("--node.match: ")
+    assert problem[0].endswith(wanted)
 
 
 def test_labels_win_over_the_container_read(tmp_path: Path) -> None:
@@ -626,7 +701,9 @@ def test_duration_text(text: str) -> None:
 def test_one_field_one_row() -> None:
     """Every row has its field, its flag, key and variable of one name, and a default that is valid."""
     keys = [option.key for option in options()]
-    assert keys == KEYS.split(", ")[:-1]
+    apart = [f"probe_{one}" for one in PROBE.split(", ")]
+    assert [key for key in keys if key not in apart] == KEYS.split(", ")[:-2]
+    assert [key for key in keys if key in apart] == apart
     assert {*keys, "targets", "labelled"} - {"log", "vllm_url"} == {field.name for field in fields(Config)}
     for option in options():
         assert option.environment == f"VLLM_OOM_{option.key.upper()}"
@@ -635,6 +712,11 @@ def test_one_field_one_row() -> None:
             given = {**LOG, option.key: option.default}
             assert load(None, {}, given) == load(None, {}, LOG)
     assert {o.flag: o.key for o in options() if "." in o.flag} == {
+        "--probe.api-key-file": "probe_api_key_file",
+        "--probe.on-start": "probe_on_start",
+        "--probe.spend": "probe_spend",
+        "--probe.timeout": "probe_timeout",
+        "--node.match": "node_match",
         "--web.config.file": "web_config_file",
         "--web.enable-lifecycle": "web_enable_lifecycle",
         "--web.external-url": "web_external_url",

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from random import Random
 
 import pytest
@@ -48,7 +49,7 @@ class Hand:
 class Tail:
     """A source with everything it gave; time stands still between looks."""
 
-    def __init__(self, pattern: Path | str, resume: Mapping[str, str] | None = None, **options: int) -> None:
+    def __init__(self, pattern: Path | str, resume: Mapping[str, str] | None = None, **options: Any) -> None:
         self.now = 1000.0
         self.hand = Hand()
         self.source = FileSource(str(pattern), waker=self.hand, clock=lambda: self.now, **options)

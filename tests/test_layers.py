@@ -11,7 +11,7 @@ ROOT = Path(exporter.__file__).parent
 ORDER = (
     *("records", "sources", "vllm", "diagnosis", "document", "analyze", "report"),
     *("config", "logs", "status", "scrape", "engine_state", "follow", "state", "metrics", "web"),
-    *("notify", "device", "target", "app", "cli"),
+    *("notify", "device", "probe", "target", "node", "app", "cli"),
 )
 PURE = ("vllm", "diagnosis")
 IO_MODULES = {

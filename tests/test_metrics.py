@@ -61,6 +61,11 @@ CONTRACT = [
     "vllm_oom_confirmation",
     "vllm_oom_confirmation_exposures",
     "vllm_oom_confirmation_exposures_needed",
+    "vllm_oom_probe_state",
+    "vllm_oom_probe_largest_step_tokens",
+    "vllm_oom_probe_full_steps",
+    "vllm_oom_probe_duration_seconds",
+    "vllm_oom_budget_ready",
     "vllm_oom_target_up",
     "vllm_oom_target_scrape_duration_seconds",
     "vllm_oom_log_lines_total",
@@ -70,6 +75,7 @@ CONTRACT = [
     "vllm_oom_log_lag_bytes",
     "vllm_oom_log_last_line_timestamp_seconds",
     "vllm_oom_log_rotations_total",
+    "vllm_oom_node_containers",
     "vllm_oom_notifications_total",
     "vllm_oom_state_write_failures_total",
     "vllm_oom_config_last_reload_successful",
@@ -143,6 +149,7 @@ def filled_target() -> TargetStatus:
         },
         confirmation={"state": "accruing", "exposures": 12, "exposures_needed": 35},
         risk={"state": "exceeded", "reasons": ["…"], "headroom_bytes": -123456},
+        probe={"state": "failed", "life": 1, "seconds": 8.5, "steps": {"largest_tokens": 12000, "full": 0}},
     )
 
 
@@ -276,6 +283,7 @@ def test_unknown_gauges_are_absent() -> None:
         "vllm_oom_engine_starts_total",
         "vllm_oom_long_prompts_total",
         "vllm_oom_budget_risk",
+        "vllm_oom_probe_state",
         "vllm_oom_trigger_events",
         "vllm_oom_trigger_control_windows",
         "vllm_oom_trigger_verdict",

@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from exporter.diagnosis.knowledge import CLASS_IDS, builtin_classes
+from exporter.records import Life
 from exporter.sources.stream import SourceStats
 from exporter.status import Counts, Status, TargetStatus
 from exporter.web import app as web_app
@@ -325,7 +326,7 @@ async def test_healthy_while_there_is_a_sign_of_life(connect: Connect) -> None:
 
 @pytest.mark.asyncio
 async def test_ready_once_sources_are_open(connect: Connect) -> None:
-    """Ready follows the status; the budget is not ready, as nothing probes it yet."""
+    """Ready follows the status; the budget is ready when that of every server is."""
     status = two_targets()
     client = await connect(application(status))
     assert (await client.get("/-/ready")).status == 200
@@ -333,7 +334,15 @@ async def test_ready_once_sources_are_open(connect: Connect) -> None:
     answer = await client.get("/-/ready")
     assert (answer.status, await answer.text()) == (503, "503: the logs are not open yet\n")
     answer = await client.get("/-/budget-ready")
-    assert (answer.status, await answer.text()) == (503, "503: the budget probe has not run\n")
+    said = "503: first: no start of the server was read yet\n"
+    assert (answer.status, await answer.text()) == (503, said)
+    for one in status.targets:
+        one.life, one.steps = Life(0), {"seen": 1, "full": 1, "largest_tokens": 8192}
+    answer = await client.get("/-/budget-ready")
+    assert (answer.status, await answer.text()) == (200, "the budget was exercised\n")
+    status.targets.clear()
+    answer = await client.get("/-/budget-ready")
+    assert (answer.status, await answer.text()) == (503, "503: there is no server\n")
 
 
 @pytest.mark.parametrize(

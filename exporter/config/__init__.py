@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .file import File, Target
-from .schema import OF_TARGET, OPTIONS, Config, Option, TargetConfig, options
+from .schema import OF_NODE, OF_TARGET, OPTIONS, Config, Option, TargetConfig, options
 from .values import (
     KUBERNETES,
     PREFIX,
@@ -79,8 +79,24 @@ def load(
             for key in OF_TARGET
             if key in given
         ]
+        problems += [
+            f"{given[key].place}: cannot be used beside targets ({file.targets_place}); keep one of them"
+            for key in OF_NODE
+            if key in given
+        ]
+    elif "node" in given:
+        problems += [
+            f"{given[key].place}: cannot be used beside {_path_of(given['node'].place)}, "
+            "which finds the servers of the node itself; keep one of them"
+            for key in OF_TARGET
+            if key in given
+        ]
     elif "log" in given:
         _check_sources(given["log"].values, problems)
+        if "node_match" in given:
+            problems.append(
+                f"{given['node_match'].place}: is of no use without node; give node too, or remove it"
+            )
     elif readable and needs_log:
         problems.append(_no_log(path))
     if problems:
@@ -98,8 +114,10 @@ def _build(given: Mapping[str, Given], targets: tuple[TargetConfig, ...] | None)
             found = [option.kind.parse(option.default)] if option.default else []
         values[option.key] = tuple(found) if option.kind.repeatable else next(iter(found), None)
     log, url = (values.pop(key) for key in OF_TARGET)
-    only = TargetConfig(DEFAULT_TARGET, log, url)
-    return Config(targets=targets or (only,), labelled=targets is not None, **values)
+    labelled = targets is not None or values["node"] is not None
+    if targets is None:
+        targets = () if values["node"] else (TargetConfig(DEFAULT_TARGET, log, url),)
+    return Config(targets=targets, labelled=labelled, **values)
 
 
 def _no_log(path: Path | None) -> str:
@@ -211,6 +229,10 @@ def describe(config: Config) -> str:
     """What would be watched, one line a target; no credentials."""
     every = duration_text(config.scrape_interval)
     lines = []
+    if config.node is not None:
+        patterns = ", ".join(config.node_match)
+        which = f"that match {patterns}" if patterns else "whose log is one of vLLM"
+        lines.append(f"node: follows the containers in {config.node} {which}")
     for target in config.targets:
         logs = ", ".join("standard input" if source == STDIN else source for source in target.log)
         lines.append(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import yaml
 
-from .schema import BY_KEY
+from .schema import BY_KEY, SECTIONS
 from .values import (
     LABEL_KINDS,
     MAX_SHOWN,
@@ -54,6 +54,11 @@ class _At(NamedTuple):
     node: yaml.Node
 
 
+_EXAMPLES = {
+    "SOURCE": '["/var/log/vllm/*.log"]',
+    "URL": '["http://alertmanager:9093"]',
+    "NAMESPACE/POD/CONTAINER": '["prod/llama-*/vllm"]',
+}
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PLAIN_TAGS = {
     f"tag:yaml.org,2002:{tag}" for tag in ("str", "int", "float", "bool", "timestamp", "value", "merge")
@@ -180,7 +185,7 @@ class File:
     def _values(self, at: _At, kind: Kind) -> tuple[Value, ...]:
         if not kind.repeatable:
             return parse_values(kind, self._text(at, kind), self.problems)
-        example = '["/var/log/vllm/*.log"]' if kind is SOURCES else '["http://alertmanager:9093"]'
+        example = _EXAMPLES[kind.metavar]
         items = self._items(at, example)
         if items == [] and kind is SOURCES:
             self._wrong(at, f"is empty; needs at least one log, such as {example}")
@@ -195,13 +200,21 @@ class File:
         line = node.start_mark.line + 1
         if not isinstance(node, yaml.MappingNode):
             raise _BadFileError(f":{line}: must be a mapping of keys, such as log: [/var/log/vllm.log]")
-        top = self._mapping(_At("", line, node), [*BY_KEY, "targets"], {})
+        apart = {key for section in SECTIONS.values() for key in section.values()}
+        plain = [key for key in BY_KEY if key not in apart]
+        top = self._mapping(_At("", line, node), [*plain, *SECTIONS, "targets"], {})
         for key, at in top.items():
             if key == "targets":
                 self.targets_place = f"{self.name}:{at.line}"
                 self.targets = self._targets(at)
+            elif key in SECTIONS:
+                for inner, value in self._mapping(at, SECTIONS[key], {}).items():
+                    self._option(SECTIONS[key][inner], value)
             else:
-                self.options[key] = Given(self._place(at), self._values(at, BY_KEY[key].kind))
+                self._option(key, at)
+
+    def _option(self, key: str, at: _At) -> None:
+        self.options[key] = Given(self._place(at), self._values(at, BY_KEY[key].kind))
 
     def _targets(self, at: _At) -> list[Target]:
         items = self._items(at, '[{name: a, log: ["/var/log/a.log"], vllm_url: "http://localhost:8000"}]')

@@ -221,6 +221,22 @@ SOURCES = Kind(
     "SOURCE", "a path or glob, '-' (standard input), 'kubernetes:' or 'kubernetes:NAMESPACE/POD/CONTAINER'",
     _source, repeatable=True,
 )  # fmt: skip
+_PATTERN = re.compile(r"[a-z0-9.*?\[\]!-]{1,253}")  # a name, or a glob for names
+
+
+def _container(text: str) -> str:
+    parts = text.split("/")
+    if len(parts) != len(_KUBERNETES_NAMES):
+        raise RefusedError("needs all of namespace, pod and container")
+    if not all(map(_PATTERN.fullmatch, parts)):
+        raise RefusedError
+    return text
+
+
+CONTAINERS = Kind(
+    "NAMESPACE/POD/CONTAINER", "names or globs for namespace, pod and container, such as prod/llama-*/vllm",
+    _container, repeatable=True,
+)  # fmt: skip
 _HTTP = "an http:// or https:// URL of a host, such as "
 VLLM_URL = Kind("URL", _HTTP + "http://localhost:8000", _vllm_url)
 PUSH_URLS = Kind("URL", _HTTP + "http://alertmanager:9093", _push_url, repeatable=True)

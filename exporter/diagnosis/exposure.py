@@ -61,7 +61,8 @@ class LifeExposure:
     holds, for each of ``PROMPT_SOURCES`` that said anything, how many prompts were at least so many
     tokens long and shorter than the next key: exact lengths from the log; ``bound + 1`` of every
     bucket (also of empty ones) from a histogram, whose bucket is ``(bound, next bound]``.
-    ``full_steps`` are steps of at least 0.9 of the step limit that succeeded. ``lost_windows`` could
+    ``full_steps`` are steps of at least 0.9 of the step limit that succeeded; ``probed_steps`` are those
+    that a probe must have filled by what it sent, whether or not the log names them. ``lost_windows`` could
     not be compared: of the first minute, cut by a restart, or with a scrape missing. A setting that
     is None was left at vLLM's default. ``kv_cache_bytes``: size of the KV pool, as logged.
     """
@@ -73,6 +74,7 @@ class LifeExposure:
     prompts: dict[str, dict[int, float]] = field(default_factory=dict)
     steps: int = 0
     full_steps: int = 0
+    probed_steps: int = 0
     largest_step: int = 0
     near_misses: int = 0
     lost_windows: int = 0

@@ -222,6 +222,12 @@ class Ledger:
         if (one := self._entry(life)) is not None:
             one.lost_windows += 1
 
+    def probed(self, life: int, full_steps: int) -> None:
+        """A probe of that life finished: so many full steps must have been scheduled, and succeeded."""
+        if (one := self._entry(life)) is not None:
+            one.probed_steps = full_steps
+            self.changed += 1
+
     # --- results ----------------------------------------------------------------------------------
 
     def trigger(self) -> Trigger:
@@ -274,10 +280,12 @@ class Ledger:
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go on where ``snapshot`` was taken. Raises on anything that is none."""
         scraped = {one.index: one.prompts["metrics"] for one in self.lives if "metrics" in one.prompts}
+        probed = {one.index: one.probed_steps for one in self.lives}
         self.lives = [_life_of(one) for one in saved["lives"]]
         for one in self.lives:
             if one.index in scraped:
                 one.prompts["metrics"] = scraped[one.index]
+            one.probed_steps = probed.get(one.index, one.probed_steps)
         self._open = {kind: _Open(**one) for kind, one in saved["open"].items()}
         self._recent = {
             kind: deque((float(at), float(length), float(rate)) for at, length, rate in saved["recent"][kind])
@@ -295,19 +303,24 @@ class Ledger:
                 if "metrics" in one.prompts
             },
             "settings": {str(life): one for life, one in self._settings_of.items()},
+            "probed": {str(one.index): one.probed_steps for one in self.lives if one.probed_steps},
         }
 
     def restore_scraped(self, saved: Mapping[str, Any]) -> None:
         """Go on with what ``scraped`` gave; call it after ``restore``. Raises on anything that is none."""
         for index, lengths in saved["prompts"].items():
-            life = int(index)
-            one = self._entry(life)
-            if one is None:  # its lines are behind the checkpoint: they are read again
-                one = LifeExposure(life)
-                self.lives.append(one)
-                self.lives.sort(key=lambda o: o.index)
-            one.prompts["metrics"] = {int(k): float(v) for k, v in lengths.items()}
+            self._restored(int(index)).prompts["metrics"] = {int(k): float(v) for k, v in lengths.items()}
         self._settings_of = {int(life): dict(one) for life, one in saved["settings"].items()}
+        for index, steps in saved.get("probed", {}).items():
+            self._restored(int(index)).probed_steps = int(steps)
+
+    def _restored(self, life: int) -> LifeExposure:
+        one = self._entry(life)
+        if one is None:  # its lines are behind the checkpoint: they are read again
+            one = LifeExposure(life)
+            self.lives.append(one)
+            self.lives.sort(key=lambda o: o.index)
+        return one
 
     def restore_windows(self, windows: Iterable[tuple[str, Window]]) -> None:
         """Windows that were saved, oldest first; those behind the checkpoint come again by themselves."""
@@ -474,6 +487,7 @@ def _merged(one: LifeExposure, other: LifeExposure) -> LifeExposure:
         prompts=prompts,
         steps=one.steps + other.steps,
         full_steps=one.full_steps + other.full_steps,
+        probed_steps=one.probed_steps + other.probed_steps,
         largest_step=max(one.largest_step, other.largest_step),
         near_misses=one.near_misses + other.near_misses,
         failures=[*one.failures, *other.failures][-_KEPT_FAILURES:],

@@ -207,7 +207,7 @@ def _unexercised(epoch: Epoch, limit: int, largest: int) -> str | None:
     if largest:
         below = f"No step has filled the limit of {limit} tokens yet: the largest had {largest}."
         return below if largest < FULL * limit else None
-    if _finished(epoch, limit):
+    if _finished(epoch, limit) or _full(epoch):
         return None
     return f"Nothing shows that a step of {limit} tokens was ever run: no step sizes are in the log."
 
@@ -215,7 +215,8 @@ def _unexercised(epoch: Epoch, limit: int, largest: int) -> str | None:
 def _undecided(epoch: Epoch, limit: int, defaults: tuple[int, int] | None) -> Iterator[str]:
     full, finished = _full(epoch), _finished(epoch, limit)
     if full or not finished:
-        yield f"{_count(full, 'full step')} of {limit} tokens survived so far; {ENOUGH_STEPS} would tell."
+        survived = f"{_count(full, 'full step')} of {limit} tokens survived so far{_by_probe(epoch)}"
+        yield f"{survived}; {ENOUGH_STEPS} would tell."
     else:
         yield (
             f"{_count(finished, 'prompt')} of {limit} tokens or more finished, but no step sizes are in the log "
@@ -231,11 +232,16 @@ def _survived(epoch: Epoch) -> Iterator[str]:
     """The rule of three: no failure in n trials leaves at most 3 / n, with 95 % confidence."""
     full = _full(epoch)
     if full >= ENOUGH_STEPS:
-        yield f"{full} full steps survived, so at most 1 in {full // 3} fails (95 %)."
+        yield f"{full} full steps survived{_by_probe(epoch)}, so at most 1 in {full // 3} fails (95 %)."
 
 
 def _full(epoch: Epoch) -> int:
-    return sum(whole(one.full_steps) or 0 for one in epoch.lives)
+    return sum(max(whole(one.full_steps) or 0, whole(one.probed_steps) or 0) for one in epoch.lives)
+
+
+def _by_probe(epoch: Epoch) -> str:
+    known = sum(whole(one.full_steps) or 0 for one in epoch.lives)
+    return "" if known >= _full(epoch) else " (a probe must have filled them; the log has no step sizes)"
 
 
 def _finished(epoch: Epoch, limit: int) -> int:

@@ -8,7 +8,7 @@ import secrets
 import time
 from typing import TextIO
 
-from ..config import Config
+from ..config import Config, TargetConfig
 from ..scrape import open_session
 from .alertmanager import Alertmanager, PushError, as_json
 from .alerts import test_alert
@@ -19,9 +19,8 @@ _FIRES = 300.0
 
 def test_page(config: Config, out: TextIO) -> bool:
     """Send it, write one line a receiver; whether all of them took it."""
-    alert = test_alert(
-        secrets.token_hex(4), whose(config.targets[0], os.environ, config.listen.port), time.time()
-    )
+    target = config.targets[0] if config.targets else TargetConfig("node", (), "")
+    alert = test_alert(secrets.token_hex(4), whose(target, os.environ, config.listen.port), time.time())
     item = as_json(alert, alert.starts, alert.starts + _FIRES)
 
     async def send() -> list[bool]:

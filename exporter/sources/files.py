@@ -67,7 +67,9 @@ class FileSource:
     """The log files of one path or glob, as a ``Source``.
 
     ``waker`` is for tests and for systems with a better hint; ``clock`` gives seconds that only
-    grow. One read error is counted for a file however often it is tried again, until it works.
+    grow. Who knows better where the files are than a walk along ``pattern`` finds them with ``find``;
+    ``name`` is then what was configured. With ``history`` what was rotated away before the first look
+    is read too. One read error is counted for a file however often it is tried again, until it works.
     """
 
     def __init__(
@@ -78,8 +80,13 @@ class FileSource:
         clock: Callable[[], float] = time.monotonic,
         max_files: int = MAX_FILES,
         drain_seconds: float = DRAIN_SECONDS,
+        find: Callable[[str], Found] = expand,
+        name: str | None = None,
+        history: bool = False,
     ) -> None:
-        self.stats = SourceStats(pattern)
+        self.stats = SourceStats(name or pattern)
+        self._find_files = find
+        self._history = history
         self._pattern = os.path.abspath(pattern)
         self._waker = waker
         self._clock = clock
@@ -131,7 +138,7 @@ class FileSource:
         """Read one block of one file, or find that it is done."""
         if generation.fd < 0 or generation.waits():
             return
-        scanned = generation.scanned
+        scanned, promise = generation.scanned, generation.promise
         try:
             data = generation.read()
         except ReplacedError:
@@ -145,8 +152,12 @@ class FileSource:
             self._failing.pop(generation.path, None)
         if generation.scanned != scanned or data:
             generation.changed_at = self._now
-        if data and not generation.stream and generation.born and self._link(None, generation):
-            generation.rewind()  # truncated more than once since the last look: that comes first
+        if data and promise is not None and (copy := self._older(generation, promise)):
+            generation.go_to(promise)
+            self._replaced(generation, copy)
+            return
+        if not generation.stream and self._was_truncated(generation, data):
+            generation.rewind()  # what was in it comes first
         elif data:
             self._say(generation, data)
         if not generation.more and self._is_done(generation):
@@ -206,7 +217,24 @@ class FileSource:
         if generation.stream:
             self._keep(generation.mark())
 
-    def _replaced(self, old: Generation) -> None:
+    def _was_truncated(self, one: Generation, data: bytes) -> bool:
+        """Whether something came and went in a file since the last look, before a line of it was given out."""
+        # filled again, or emptied again
+        again = data or (not one.size and one.searched != one.modified)
+        one.searched = one.modified
+        return bool(again and one.born and self._link(None, one))
+
+    def _older(self, one: Generation, mark: Mark) -> Generation | None:
+        """A copy that ``mark`` was taken in rather than in ``one``, which only begins the same."""
+        if one.copied or key_at(one.real) != one.key:
+            return None
+
+        def other(copy: Generation) -> bool:
+            return self._mark_of(copy) is None and not begins_with(one, copy)
+
+        return self._find_copy(mark, other)
+
+    def _replaced(self, old: Generation, copy: Generation | None = None) -> None:
         """The file was truncated and perhaps written again: a new generation in the same inode."""
         self.stats.rotations["truncate"] += 1
         new = Generation(old.fd, old.path, old.real, old.key, changed_at=self._now)
@@ -216,7 +244,7 @@ class FileSource:
         if self._at.get(old.path) is old:
             self._at[old.path] = new
         old.fd = -1
-        copy = self._find_copy(old.mark())
+        copy = copy or self._find_copy(old.mark())
         new.born = old.born if copy is None else copy.modified_now()
         new.before, new.follows = (old, "") if old.stream else (old.before, old.follows)
         linked = self._link(copy, new)
@@ -271,7 +299,8 @@ class FileSource:
             return
         began, self._scanned_at = self._now, time.time_ns()
         # A tree may be large or on a slow file system; a single path is not worth a thread.
-        found = expand(self._pattern) if plain else await asyncio.to_thread(expand, self._pattern)
+        find = self._find_files
+        found = find(self._pattern) if plain else await asyncio.to_thread(find, self._pattern)
         self._now = self._clock()
         self._next_scan = self._now + SCAN_SECONDS
         self._not_before = self._now + 10 * (self._now - began)  # a large tree is not walked for every hint
@@ -437,8 +466,8 @@ class FileSource:
             if marks or before is not None:
                 self.stats.rotations[kind] += 1
             since = chain[-1].modified_now() if chain else max((mark.modified for mark in left), default=0)
-            missed = self._between(path, since, new) if since else []
-            self.stats.rotations[kind] += len(missed)
+            missed = self._between(path, since, new) if since or self._history else []
+            self.stats.rotations[kind] += len(missed) if since else 0
             chain += missed
             for one in missed:
                 one.copied = kind == "truncate"
@@ -468,23 +497,31 @@ class FileSource:
         moved = self._open_siblings(mark, lambda entry: entry.inode() == mark.inode)
         return self._choose(moved, mark) or self._find_copy(mark)
 
-    def _find_copy(self, mark: Mark) -> Generation | None:
+    def _find_copy(
+        self, mark: Mark, other: Callable[[Generation], bool] = lambda _: True
+    ) -> Generation | None:
         """A file that holds what was truncated, opened. Only what was written since can be it."""
         copies = self._open_siblings(
             mark, lambda entry: _is_sibling(entry.path, mark.real) and entry.inode() != mark.inode
         )
-        copy = self._choose(copies, mark)
+        copy = self._choose(copies, mark, other)
         if copy is not None:
             copy.copied = True
         return copy
 
-    def _choose(self, opened: list[Generation], mark: Mark) -> Generation | None:
+    def _choose(
+        self, opened: list[Generation], mark: Mark, other: Callable[[Generation], bool] = lambda _: True
+    ) -> Generation | None:
         """The one that holds what was read up to ``mark``, set to go on there; the others are closed."""
         chosen = None
-        for one in opened:
+        # little was read of it perhaps, and others begin the same: those came later
+        for one in sorted(opened, key=lambda one: one.modified):
             with suppress(OSError):
-                same = one.key[1] == mark.inode or one.modified >= mark.modified
-                if chosen is None and same and mark.fits(one.fd, one.size):
+                known = self._mark_of(one)
+                same = one.key[1] == mark.inode or (
+                    one.modified >= mark.modified and (known is None or known.stream == mark.stream)
+                )
+                if chosen is None and same and mark.fits(one.fd, one.size) and other(one):
                     one.go_to(mark)
                     one.path, one.real, one.changed_at = mark.path, mark.real, self._now
                     self._open[one.key] = chosen = one

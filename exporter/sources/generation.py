@@ -128,6 +128,8 @@ class Generation:
     before: Generation | None = None  # what was at this path, as long as it may still get a name
     follows: str = ""  # the stream that was
     born: int = 0  # when the one before it was written last, in ns; 0 if none is known
+    searched: int = -1  # its modification time, in ns, when copies of what was in it were looked for
+    promise: Mark | None = None  # what it must hold, as long as nothing behind it was read
 
     @property
     def more(self) -> bool:
@@ -140,13 +142,19 @@ class Generation:
         if first is None:
             return False
         # A copy ends where it ends; a file that was renamed may still get lines, which can't be waited for.
-        read = first.scanned >= self.barrier and not first.copied
+        # What was truncated meanwhile may never be that long again.
+        read = first.scanned >= min(self.barrier, first.size) and not first.copied
         if first.fd < 0 or first.stalled or read:
             self.after = None
         return self.after is not None
 
     def follow(self, first: Generation) -> None:
-        """Wait until ``first`` was read to where it ends now."""
+        """Wait until ``first`` was read to where it ends now, unless it waits for this one."""
+        one: Generation | None = first
+        while one is not None:
+            if one is self:
+                return
+            one = one.after
         self.after, self.barrier = first, first.size
 
     def succeed(self, first: Generation) -> None:
@@ -171,23 +179,30 @@ class Generation:
 
     def mark(self) -> Mark:
         """Where reading goes on."""
+        head = len(self.head), digest(self.head)
+        if self.promise is not None:
+            head = self.promise.fingerprint_length, self.promise.fingerprint
         return Mark(
             self.stream, self.path, self.real, *self.key, self.offset, self.start,
-            len(self.head), digest(self.head), len(self.behind), digest(self.behind),
+            *head, len(self.behind), digest(self.behind),
             self.modified, self.ended, self.ended and not self.links, self.follows,
         )  # fmt: skip
 
     def look(self) -> bool:
         """Take size and links; true if there may be something new. Raises ``ReplacedError``, ``OSError``."""
         status = os.fstat(self.fd)
+        if status.st_size < self.size:
+            self.searched = -1
         self.size, self.links = status.st_size, status.st_nlink
         if self.size == self.scanned and status.st_mtime_ns == self.complete:
             return False
         if self.size < self.scanned or os.pread(self.fd, len(self.head), self.start) != self.head:
             raise ReplacedError
-        if self.size == self.scanned:  # touched, or written again to the same length
-            if os.pread(self.fd, len(self.last), self.scanned - len(self.last)) != self.last:
-                raise ReplacedError
+        if self.promise is not None and not self.promise.fits(self.fd, self.size):
+            raise ReplacedError
+        if os.pread(self.fd, len(self.last), self.scanned - len(self.last)) != self.last:
+            raise ReplacedError  # written again, to the same length or more
+        if self.size == self.scanned:
             self.complete = status.st_mtime_ns
         self.modified = status.st_mtime_ns
         return self.size > self.scanned
@@ -201,7 +216,7 @@ class Generation:
         keep = len(self.last)
         data = os.pread(self.fd, BLOCK, self.scanned - keep)
         block = data[keep:]
-        if data[:keep] != self.last:
+        if data[:keep] != self.last or not self._keeps_promise(block):
             raise ReplacedError
         if not block:
             self.stalled = True  # a size that is not true; ask again after the next wake-up
@@ -209,7 +224,7 @@ class Generation:
         if block[0] == 0 and self.scanned == self.start:
             self._skip_hole(block)
             return b""
-        self.last = data[-LAST:]
+        self.last, self.promise = data[-LAST:], None
         cut = block.rfind(b"\n") + 1
         if cut:
             return self._give(self.partial() + block[:cut], block[cut:])
@@ -246,6 +261,8 @@ class Generation:
         self.head = os.pread(self.fd, known, mark.start)
         self.behind = self.last = os.pread(self.fd, mark.last_length, mark.offset - mark.last_length)
         self.modified, self.complete = mark.modified, -1
+        # else what was truncated while it waits to be read would be taken for what was there before
+        self.promise = mark
         self._hold(b"", mark.offset)
 
     def rewind(self) -> None:
@@ -259,6 +276,12 @@ class Generation:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def _keeps_promise(self, block: bytes) -> bool:
+        mark = self.promise
+        if mark is None or self.scanned != mark.start:
+            return True
+        return digest(block[: mark.fingerprint_length]) == mark.fingerprint
 
     def _give(self, data: bytes, rest: bytes) -> bytes:
         self.offset += len(data)

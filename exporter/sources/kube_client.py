@@ -30,6 +30,7 @@ CONNECTIONS = 2
 """One that follows the log, one that asks for the pod."""
 
 _POD_LIMIT = 8 << 20  # bytes; the API server stores no object above 1.5 MiB
+_LIST_LIMIT = 64 << 20  # of all pods of a node; some hundred, of some 20 kB each
 _POD_TIMEOUT = aiohttp.ClientTimeout(total=20, sock_connect=10)
 _LOG_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10)
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
@@ -202,19 +203,30 @@ class KubeClient:
 
     async def pod(self, namespace: str, pod: str) -> Mapping[str, object]:
         """The pod as the API gives it. Raises ``KubeError``."""
-        body = bytearray()
         async with self._get(namespace, pod, "", {}, _POD_TIMEOUT) as response:
-            async for data in response.content.iter_any():
-                body += data
-                if len(body) > _POD_LIMIT:
-                    raise KubeError(f"the answer for pod {namespace}/{pod} is too large to be a pod")
+            body = await _body(response, f"pod {namespace}/{pod}", _POD_LIMIT)
+        return _parsed(body, f"pod {namespace}/{pod}")
+
+    async def pods(self, node: str) -> Mapping[str, object]:
+        """The list of all pods of a node as the API gives it. Raises ``KubeError``."""
+        what = f"the pods of node {node}"
         try:
-            found = json.loads(body)
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
-            raise KubeError(f"the answer for pod {namespace}/{pod} is not JSON; is that the API server?")
-        return found
+            async with self._opened().get(
+                f"{self._url}/api/v1/pods",
+                # resourceVersion 0: from the cache of the API server, which is asked by every node
+                params={"fieldSelector": f"spec.nodeName={node}", "resourceVersion": "0"},
+                headers=self._authorization(),
+                timeout=_POD_TIMEOUT,
+                allow_redirects=False,
+                ssl=self._tls or True,
+            ) as response:
+                if response.status != 200:
+                    raise self._refused(response, what, "list", "pods")
+                body = await _body(response, what, _LIST_LIMIT)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            why = " ".join(str(error).split())[:200] or type(error).__name__
+            raise KubeError(f"cannot read from the API server at {self._url}: {why}; trying again") from error
+        return await asyncio.to_thread(_parsed, body, what)
 
     async def log(
         self, namespace: str, pod: str, container: str, *, follow: bool, previous: bool, since: str | None
@@ -326,6 +338,25 @@ class KubeClient:
         after = response.headers.get("Retry-After", "")
         seconds = float(after) if re.fullmatch(r"\d{1,6}", after) else None
         return KubeError(text, status, seconds, log=resource == "pods/log")
+
+
+async def _body(response: aiohttp.ClientResponse, what: str, limit: int) -> bytes:
+    body = bytearray()
+    async for data in response.content.iter_any():
+        body += data
+        if len(body) > limit:
+            raise KubeError(f"the answer for {what} is too large to be one")
+    return bytes(body)
+
+
+def _parsed(body: bytes, what: str) -> Mapping[str, object]:
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise KubeError(f"the answer for {what} is not JSON; is that the API server?")
+    return found
 
 
 def in_cluster(environ: Mapping[str, str], clock: Clock, account: Path = ACCOUNT) -> KubeClient:

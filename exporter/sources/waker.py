@@ -101,34 +101,39 @@ class DirectoryWaker:
 
 _MODIFY, _ATTRIB, _MOVED, _CREATE, _DELETE, _MOVE_SELF = 0x2, 0x4, 0xC0, 0x100, 0x200, 0x800
 _IGNORED, _ONLYDIR = 0x8000, 0x1000000  # IGNORED: the directory was deleted or unmounted
+GONE = _IGNORED | _MOVE_SELF
+"""What happened to a directory that is no longer watched under its name."""
+OVERFLOW = 0x4000
+"""More happened than the kernel remembers; it has no watch."""
 _EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name behind it
 
 
-class InotifyWatch:
-    """A file descriptor of the event loop: no thread, and not one instruction while nothing happens.
+class Inotify:
+    """A file descriptor of the event loop; ``told`` gets what happened as (number of a watch, mask).
 
-    Raises ``OSError`` where a directory can't be watched. A busy log is looked at every 5 ms.
+    Not one instruction while nothing happens, and after something did a pause of ``pause`` seconds:
+    a busy log is not looked at for each of its lines. Raises ``OSError`` where the kernel has no
+    instance left.
     """
 
-    PAUSE_SECONDS = 0.005
-
-    def __init__(self, directories: list[str], changed: Callable[[], None], lost: Callable[[], None]) -> None:
-        self._changed, self._lost = changed, lost
+    def __init__(self, told: Callable[[list[tuple[int, int]]], None], pause: float) -> None:
+        self._told, self._pause_seconds = told, pause
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
         self._fd = _checked(_libc().inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
-        try:
-            mask = _MODIFY | _ATTRIB | _MOVED | _CREATE | _DELETE | _MOVE_SELF | _ONLYDIR
-            for one in directories:
-                _checked(_libc().inotify_add_watch(self._fd, os.fsencode(one), mask))
-        except OSError:
-            self.close()
-            raise
-        changed()
         self._listen()
 
+    def add(self, directory: str) -> int:
+        """Watch what happens to files in a directory; the number of the watch. Raises ``OSError``."""
+        mask = _MODIFY | _ATTRIB | _MOVED | _CREATE | _DELETE | _MOVE_SELF | _ONLYDIR
+        return _checked(_libc().inotify_add_watch(self._fd, os.fsencode(directory), mask))
+
+    def remove(self, number: int) -> None:
+        """Stop a watch; the kernel may have ended it before."""
+        _libc().inotify_rm_watch(self._fd, number)
+
     def close(self) -> None:
-        """Stop watching."""
+        """Stop all watches."""
         if self._pause is not None:
             self._pause.cancel()
         if self._fd >= 0:
@@ -142,14 +147,39 @@ class InotifyWatch:
     def _read(self) -> None:
         data = os.read(self._fd, 1 << 16)  # what does not fit wakes again
         self._loop.remove_reader(self._fd)
-        self._pause = self._loop.call_later(self.PAUSE_SECONDS, self._listen)
-        self._changed()
-        at = 0
+        self._pause = self._loop.call_later(self._pause_seconds, self._listen)
+        happened, at = [], 0
         while at < len(data):
-            _, mask, _, length = _EVENT.unpack_from(data, at)
-            if mask & (_IGNORED | _MOVE_SELF):
-                self._lost()
+            number, mask, _, length = _EVENT.unpack_from(data, at)
+            happened.append((number, mask))
             at += _EVENT.size + length
+        self._told(happened)
+
+
+class InotifyWatch:
+    """Directories watched by inotify. Raises ``OSError`` where one can't be. A busy log is looked at every 5 ms."""
+
+    PAUSE_SECONDS = 0.005
+
+    def __init__(self, directories: list[str], changed: Callable[[], None], lost: Callable[[], None]) -> None:
+        self._changed, self._lost = changed, lost
+        self._inotify = Inotify(self._told, self.PAUSE_SECONDS)
+        try:
+            for one in directories:
+                self._inotify.add(one)
+        except OSError:
+            self.close()
+            raise
+        changed()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._inotify.close()
+
+    def _told(self, happened: list[tuple[int, int]]) -> None:
+        self._changed()
+        if any(mask & GONE for _, mask in happened):
+            self._lost()
 
 
 @cache

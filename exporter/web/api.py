@@ -64,6 +64,8 @@ def target_document(target: TargetStatus) -> Document:
                 ("trigger", target.trigger),
                 ("confirmation", target.confirmation),
                 ("risk", target.risk),
+                ("steps", target.steps),
+                ("probe", target.probe),
             )
             if found is not None
         },

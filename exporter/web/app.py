@@ -18,7 +18,7 @@ from prometheus_client.exposition import choose_encoder
 
 from ..diagnosis.knowledge import FailureClass
 from ..metrics import make_registry
-from ..status import Status
+from ..status import Status, unready
 from . import api
 from .auth import BasicAuth, TooBusyError, names_in
 from .pages import Listed, Pages
@@ -264,7 +264,13 @@ class _Views:
         return web.Response(text="ready\n")
 
     async def budget_ready(self, _: web.Request) -> web.Response:
-        raise web.HTTPServiceUnavailable(text="503: the budget probe has not run\n")
+        several = len(self._status.targets) > 1
+        for one in self._status.targets:
+            if (why := unready(one)) is not None:
+                raise web.HTTPServiceUnavailable(text=f"503: {f'{one.name}: ' if several else ''}{why}\n")
+        if not self._status.targets:
+            raise web.HTTPServiceUnavailable(text="503: there is no server\n")
+        return web.Response(text="the budget was exercised\n")
 
 
 def _json(data: object) -> web.Response:

@@ -51,6 +51,7 @@ _STATES = {
 _TONES = {
     **{"exceeded": "bad", "tight": "warn", "unexercised": "warn", "comfortable": "good"},
     **{"confirmed": "good", "refuted": "bad", "confounded": "warn"},
+    **{"survived": "good", "failed": "bad", "unfinished": "bad", "skipped": "warn"},
 }
 _CONFIRMATIONS = {
     "none": "no smaller budget is being tried",
@@ -65,6 +66,13 @@ _TRIGGERS = {
     "supports": "failures follow prompt length, not request rate",
     "contradicts": "failures do not follow prompt length",
     "mixed": "the evidence points both ways",
+}
+_PROBES = {
+    "running": "steps are being filled on purpose",
+    "survived": "steps were filled on purpose, and it lived",
+    "failed": "it failed when steps were filled on purpose",
+    "unfinished": "time ran out before its steps were filled",
+    "skipped": "its steps could not be filled on purpose",
 }
 _RISKS = {
     "unknown": "not known yet",
@@ -403,6 +411,7 @@ class TargetView:
     budget: str
     previous_budget: str | None
     risk: Judgement | None
+    probe: Judgement | None
     trigger: Judgement | None
     confirmation: Judgement | None
     near_misses: int
@@ -453,6 +462,7 @@ def target_view(target: TargetStatus, incidents: Page, newest: Summary | None) -
         budget=lives[-1].budget if lives else "",
         previous_budget=lives[-2].budget if len(lives) > 1 and lives[-2].budget else None,
         risk=risk(target),
+        probe=_judgement(target.probe, "state", _PROBES, "says"),
         trigger=trigger(target),
         confirmation=confirmation(target),
         near_misses=target.counts.near_misses,

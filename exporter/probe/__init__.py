@@ -1,0 +1,1 @@
+"""Fills the steps of a vLLM server on purpose, while nobody depends on it yet."""
