@@ -40,7 +40,8 @@ class Mark:
     begin with the same banner differ there. ``modified`` is the modification time, in ns, when
     the file was last found to be that generation. ``ended``: everything was given out; ``gone``:
     and the file was deleted, so that whatever has its inode now is another one. ``follows`` is the
-    stream that was at this path before.
+    stream that was at this path before. ``copied``: the file is a copy of what was truncated, and
+    will not grow.
     """
 
     stream: str
@@ -58,6 +59,7 @@ class Mark:
     ended: bool = False
     gone: bool = False
     follows: str = ""
+    copied: bool = False
 
     def token(self) -> str:
         """The mark as JSON; the stream is the key it is kept under."""
@@ -80,7 +82,8 @@ class Mark:
         if not all(type(t) is str for t in texts) or "\0" in mark.path + mark.real:
             return None
         sane = mark.fingerprint_length <= HEAD and mark.last_length <= min(LAST, mark.offset)
-        return mark if sane and type(mark.ended) is type(mark.gone) is bool else None
+        flags = mark.ended, mark.gone, mark.copied
+        return mark if sane and all(type(f) is bool for f in flags) else None
 
     def fits(self, fd: int, size: int) -> bool:
         """Whether the open file holds what was read up to this mark. Raises ``OSError``."""
@@ -185,7 +188,7 @@ class Generation:
         return Mark(
             self.stream, self.path, self.real, *self.key, self.offset, self.start,
             *head, len(self.behind), digest(self.behind),
-            self.modified, self.ended, self.ended and not self.links, self.follows,
+            self.modified, self.ended, self.ended and not self.links, self.follows, self.copied,
         )  # fmt: skip
 
     def look(self) -> bool:
@@ -255,7 +258,7 @@ class Generation:
     def go_to(self, mark: Mark) -> None:
         """Go on from ``mark``, which fits. Raises ``OSError``."""
         self.stream, self.start, self.offset = mark.stream, mark.start, mark.offset
-        self.follows = mark.follows
+        self.follows, self.copied = mark.follows, mark.copied and mark.inode == self.key[1]
         # a mark at the beginning is recognised by bytes that are still to be given out
         known = min(mark.fingerprint_length, mark.offset - mark.start)
         self.head = os.pread(self.fd, known, mark.start)
