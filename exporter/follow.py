@@ -27,6 +27,7 @@ from .diagnosis.knowledge import FailureClass
 from .diagnosis.ledger import Ledger
 from .diagnosis.trigger import from_plain as event_from_plain
 from .document import incident_document, life_document, outlook
+from .plain import whole
 from .records import Failure, Incident, Life, Record, line_number, numbered, stream_number
 from .sources.framing import Framing
 from .sources.scan import Given, Scanner
@@ -618,10 +619,10 @@ class Follower:
         if before is None or before.timestamp <= when:
             self.status.last[known.class_id] = LastIncident(
                 when,
-                _whole(facts.get("tried_bytes")),
-                _whole(facts.get("free_bytes")),
-                _whole(facts.get("step_tokens")),
-                _whole(facts.get("max_prompt_tokens")),
+                whole(facts.get("tried_bytes")),
+                whole(facts.get("free_bytes")),
+                whole(facts.get("step_tokens")),
+                whole(facts.get("max_prompt_tokens")),
                 _number(facts.get("kv_cache_usage")),
                 _BANDS[str(incident.confidence)],
             )
@@ -728,10 +729,6 @@ def _parts(data: bytes, lines: int) -> Iterable[bytes]:
     for _ in range(lines):
         at = data.find(b"\n", at + 1)
     return (data[: at + 1], data[at + 1 :])
-
-
-def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) else None
 
 
 def _number(value: object) -> float | None:

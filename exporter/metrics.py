@@ -22,7 +22,7 @@ from . import __version__
 from .diagnosis.engine import budget, memory_of
 from .diagnosis.knowledge import CLASS_IDS, builtin_classes
 from .records import Life
-from .status import ENGINE_STATES, LastIncident, Status, TargetStatus, unready
+from .status import ENGINE_STATES, NOTIFICATION_RESULTS, LastIncident, Status, TargetStatus, unready
 from .vllm.startup import FLAGS, SETTINGS, safe_model
 
 TARGET_LABELS = ("namespace", "pod", "container", "target")
@@ -45,7 +45,6 @@ CONFIRMATIONS = ("none", "accruing", "confirmed", "refuted", "confounded")
 PROBES = ("none", "running", "survived", "failed", "unfinished", "skipped")
 _COVARIATES = ("prompt_length", "request_rate")
 _CONTAINERS = ("vllm", "other", "undecided", "unreadable", "left_out")
-_NOTIFIED = ("delivered", "failed", "dropped")
 _CHANGEABLE = tuple(sorted({*SETTINGS.values(), *FLAGS.values(), "vllm_version"}))
 _PARTS = {
     "weights": "weights_bytes",
@@ -235,7 +234,7 @@ def _notifications(status: Status) -> Values:
     receivers = sorted({receiver for receiver, _ in status.notifications})
     alone = len(receivers) if len(receivers) <= MAX_RECEIVERS else MAX_RECEIVERS - 1
     for at, receiver in enumerate(receivers):
-        for result in _NOTIFIED:
+        for result in NOTIFICATION_RESULTS:
             yield (receiver if at < alone else OTHER, result), status.notifications[receiver, result]
 
 
@@ -337,12 +336,12 @@ TARGET_TABLE: tuple[Family[TargetStatus], ...] = (
     Family(
         "vllm_oom_max_num_batched_tokens", "gauge",
         "Prefill budget in force: the tokens that one engine step may schedule.",
-        _of_life(budget), unit="tokens",
+        _of_life(lambda life: budget(life.settings)), unit="tokens",
     ),
     Family(
         "vllm_oom_previous_max_num_batched_tokens", "gauge",
         "Prefill budget of the engine life before this one.",
-        lambda target: [] if target.previous is None else _one(budget(target.previous)), unit="tokens",
+        lambda target: [] if target.previous is None else _one(budget(target.previous.settings)), unit="tokens",
     ),
     Family(
         "vllm_oom_max_model_len_tokens", "gauge",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from .records import Life
 from .sources.stream import SourceStats
 
+NOTIFICATION_RESULTS = ("delivered", "failed", "dropped")
 ENGINE_STATES = ("starting", "serving", "hung", "dead", "stopped", "unknown")
 
 

@@ -237,7 +237,7 @@ class TestSettings:
     def test_budget_and_limit(self, values: dict[str, object], tokens: int | None, limit: int | None) -> None:
         """The budget is a positive number or not known; the limit of a step is the tighter of two."""
         life = Life(0, settings=values)
-        assert (budget(life), step_limit(life)) == (tokens, limit)
+        assert (budget(life.settings), step_limit(life.settings)) == (tokens, limit)
 
     def test_changes(self) -> None:
         """What both lives know and differ in has changed, the version too."""

@@ -9,7 +9,7 @@ import exporter
 
 ROOT = Path(exporter.__file__).parent
 ORDER = (
-    *("records", "sources", "vllm", "diagnosis", "document", "analyze", "report"),
+    *("plain", "records", "sources", "vllm", "diagnosis", "document", "analyze", "report"),
     *("config", "logs", "status", "scrape", "engine_state", "follow", "state", "metrics", "web"),
     *("notify", "device", "probe", "target", "node", "app", "cli"),
 )

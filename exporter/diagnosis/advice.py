@@ -67,9 +67,9 @@ def numbers(
     seqs = whole(case.life.settings.get("max_num_seqs"))
     if seqs is not None and seqs >= 16:
         result["lower_max_num_seqs"] = seqs // 2
-    now = whole(budget(case.life))
+    now = whole(budget(case.life.settings))
     if now is not None and class_id == "workspace_locked":
-        before = whole(budget(case.previous)) if case.previous else None
+        before = whole(budget(case.previous.settings)) if case.previous else None
         result["raised_budget_tokens"] = before if before is not None and before > now else now * 2
     return result, size.because if size is not None else None
 

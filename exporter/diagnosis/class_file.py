@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import yaml
 
+from ..plain import mapping
 from .rules import (
     ADVICE_NUMBERS,
     BASES,
@@ -127,7 +128,7 @@ class ClassFile:
         return EvidenceRule(
             id=self._text(f"{place}.id", raw.get("id")),
             group=self._text(f"{place}.group", raw.get("group")),
-            when=_mapping(raw.get("when")),
+            when=mapping(raw.get("when")),
             weight=float(weight),
             says=says,
         )
@@ -143,7 +144,7 @@ class ClassFile:
             effect=self._choice(f"{place}.effect", raw.get("effect"), EFFECTS),
             flags=None if flags is None else self._template(f"{place}.flags", flags, allowed),
             cost=None if cost is None else self._text(f"{place}.cost", cost),
-            when=_mapping(raw.get("when")),
+            when=mapping(raw.get("when")),
             basis=self._bases(place, raw.get("basis")),
         )
 
@@ -154,7 +155,7 @@ class ClassFile:
         return DeadEndRule(
             do=self._text(f"{place}.do", raw.get("do")),
             why=self._text(f"{place}.why", raw.get("why")),
-            when=_mapping(raw.get("when")),
+            when=mapping(raw.get("when")),
         )
 
     def _confused(self, i: int, raw: Mapping[str, object]) -> tuple[str, str]:
@@ -254,7 +255,3 @@ class ClassFile:
             if name not in allowed:
                 self._problem(place, f"{{{name}}} is not a known fact or feature")
         return text
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    return value if isinstance(value, dict) else {}

@@ -27,10 +27,9 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from ..records import Life
 from ..vllm.startup import FLAGS, SETTINGS
-from .engine import step_limit
-from .exposure import PROMPT_SOURCES, Failed, LifeExposure, settings_changed
+from .engine import settings_changed, step_limit
+from .exposure import PROMPT_SOURCES, Failed, LifeExposure
 from .step_size import whole
 
 LEVEL = 0.05
@@ -156,7 +155,7 @@ def epochs(lives: Iterable[LifeExposure]) -> list[Epoch]:
 
 def limit_of(settings: Mapping[str, object]) -> int | None:
     """Tokens one step may hold under ``settings``: the budget that binds."""
-    return whole(step_limit(Life(index=0, settings=dict(settings)))) or None
+    return whole(step_limit(settings)) or None
 
 
 def _differ(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:

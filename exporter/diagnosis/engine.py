@@ -213,22 +213,29 @@ def memory_of(life: Life) -> dict[str, int]:
     return parts
 
 
-def step_limit(life: Life) -> int | None:
+def step_limit(settings: Mapping[str, object]) -> int | None:
     """Tokens one step may hold: ``max_num_scheduled_tokens`` where set, else the budget."""
-    values = [life.settings.get(n) for n in ("max_num_scheduled_tokens", "max_num_batched_tokens")]
-    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
+    scheduled = _positive(settings.get("max_num_scheduled_tokens"))
+    return budget(settings) if scheduled is None else scheduled
 
 
-def budget(life: Life) -> int | None:
+def budget(settings: Mapping[str, object]) -> int | None:
     """``max_num_batched_tokens`` in force."""
-    value = life.settings.get("max_num_batched_tokens")
+    return _positive(settings.get("max_num_batched_tokens"))
+
+
+def _positive(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def settings_changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+    """Names of settings that differ; one that is unknown in either is no change."""
+    return sorted(name for name in before.keys() & after.keys() if before[name] != after[name])
 
 
 def changed(before: Life, after: Life) -> Iterator[tuple[str, object, object]]:
     """Settings that differ between two lives, as (name, old, new); unknown ones are no change."""
-    for name in sorted(before.settings.keys() & after.settings.keys()):
-        if before.settings[name] != after.settings[name]:
-            yield name, before.settings[name], after.settings[name]
+    for name in settings_changed(before.settings, after.settings):
+        yield name, before.settings[name], after.settings[name]
     if before.vllm_version and after.vllm_version and before.vllm_version != after.vllm_version:
         yield "vllm_version", before.vllm_version, after.vllm_version

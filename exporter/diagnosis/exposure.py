@@ -9,7 +9,6 @@ So what a failing step held comes from its dump, never from a histogram; see ``t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -84,8 +83,3 @@ class LifeExposure:
     def at_least(self, source: str, tokens: int) -> float:
         """Prompts of at least ``tokens`` that ``source`` is sure of."""
         return sum(count for length, count in self.prompts.get(source, {}).items() if length >= tokens)
-
-
-def settings_changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
-    """Names of settings that differ; one that is unknown in either is no change."""
-    return sorted(name for name in before.keys() & after.keys() if before[name] != after[name])

@@ -40,8 +40,8 @@ def facts(case: Case) -> Facts:
         version = str(named) if named else None
     optional: Facts = {
         "vllm_version": version,
-        "budget_tokens": budget(case.life),
-        "step_limit_tokens": step_limit(case.life),
+        "budget_tokens": budget(case.life.settings),
+        "step_limit_tokens": step_limit(case.life.settings),
         "frame": case.reading.frame,
         "ranks": case.ranks or None,
     }
@@ -83,8 +83,8 @@ def features(case: Case, shown: Facts) -> Facts:
         }
     )
     result |= _step(case, shown) | _sizes(shown) | _outside(case, shown)
-    before = budget(case.previous) if case.previous else None
-    now = budget(case.life)
+    before = budget(case.previous.settings) if case.previous else None
+    now = budget(case.life.settings)
     if before is not None and now is not None:
         result["budget_raised"] = now > before
     return {name: value for name, value in result.items() if value is not None}

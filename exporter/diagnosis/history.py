@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from ..plain import whole
 from ..records import (
     Dump,
     Facts,
@@ -217,13 +218,13 @@ class History:
         dumped = case.dump["output"].facts if "output" in case.dump else {}
         lengths = dumped.get("prompt_lengths", ())
         # where only later chunks of a prompt were scheduled, its length is not in the dump, but is more than this
-        longest = max(_whole(shown.get(name)) or 0 for name in ("max_prompt_tokens", "max_computed_tokens"))
+        longest = max(whole(shown.get(name)) or 0 for name in ("max_prompt_tokens", "max_computed_tokens"))
         failed = Failed(
             _identity(case), case.time, frozen.class_id, frozen.phase, case.fatal,
-            _whole(shown.get("step_tokens")), longest or None,
+            whole(shown.get("step_tokens")), longest or None,
             lengths if isinstance(lengths, tuple) else (),
         )  # fmt: skip
-        self.ledger.failed(case.life, failed, _whole(shown.get("running_requests")))
+        self.ledger.failed(case.life, failed, whole(shown.get("running_requests")))
 
     def _incident(self, case: Case) -> Incident:
         shown = facts(case)
@@ -250,10 +251,6 @@ class History:
             lines=case.lines(),
             reports=frozenset(case.reports),
         )
-
-
-def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _phase(case: Case, class_id: str, classes: Mapping[str, FailureClass]) -> str:

@@ -16,8 +16,8 @@ from typing import Any
 
 from ..records import Life, Step, Traffic
 from .confirm import FULL
-from .engine import budget, memory_of, step_limit
-from .exposure import PROMPT_SOURCES, WINDOW_SECONDS, Failed, LifeExposure, Window, settings_changed
+from .engine import budget, memory_of, settings_changed, step_limit
+from .exposure import PROMPT_SOURCES, WINDOW_SECONDS, Failed, LifeExposure, Window
 from .step_size import utilization
 from .trigger import Event, Trigger, event, judge
 
@@ -99,7 +99,7 @@ class Ledger:
 
     def life(self, life: Life) -> LifeExposure:
         """The entry of ``life``, brought up to date with what its log has said so far."""
-        one = next((one for one in reversed(self.lives) if one.index == life.index), None)
+        one = self._entry(life.index)
         if one is None:
             one = LifeExposure(life.index, life.started)
             if self.lives and life.index < self.lives[-1].index:
@@ -110,8 +110,7 @@ class Ledger:
                 recent.clear()
             self.changed += 1
             self._make_room()
-        if life.state == "serving" and not one.served:
-            one.served = True
+        one.served = one.served or life.state == "serving"
         named = {"vllm_version": life.vllm_version, "model": life.model}
         one.settings = {
             **(_unset(life) if life.args_seen else {}),
@@ -127,7 +126,7 @@ class Ledger:
     def traffic(self, life: Life, traffic: Traffic, time: datetime | None) -> None:
         """Take in what one second of the log says of requests and steps."""
         one = self.life(life)
-        longest, most = self._steps(one, traffic.steps, step_limit(life))
+        longest, most = self._steps(one, traffic.steps, step_limit(life.settings))
         for length in traffic.prompts:
             _count(one.prompts.setdefault("requests", {}), length)
         self.changed += bool(traffic.steps or traffic.prompts)
@@ -144,7 +143,7 @@ class Ledger:
     def failed(self, life: Life, failed: Failed, running: int | None) -> None:
         """An incident settled, or became more complete. ``running``: requests in the failing step."""
         one = self.life(life)
-        known = next((f for f in one.failures if f.incident == failed.incident), None)
+        known = _failure(one, failed.incident)
         if failed == known:
             return
         if known is not None:
@@ -198,7 +197,7 @@ class Ledger:
         ``seen``: longest bucket and arrivals of the window that ended with the last scrape before it.
         """
         one = self._entry(life)
-        failed = next((f for f in one.failures if f.incident == incident), None) if one else None
+        failed = _failure(one, incident) if one else None
         if one is None or failed is None or failed.class_id not in STEP_CLASSES:
             return
         # The bucket of the longest prompt is all that scrapes know of a window; the dump's prompt is
@@ -240,17 +239,17 @@ class Ledger:
         """From how many tokens a prompt counts as long: as the smallest that failed, or as fills a step now."""
         known = [f.longest_prompt or f.step_tokens for one in self.lives for f in one.failures
                  if f.class_id == "prefill_budget" and f.phase == "serving"]  # fmt: skip
-        now = _limit(self.lives[-1].settings) if self.lives else None
+        now = step_limit(self.lives[-1].settings) if self.lives else None
         candidates = [one for one in (*known, now) if one]
         return min(candidates, default=None)
 
     def good_budget(self, life: Life) -> int | None:
         """The prefill budget of the latest life before ``life`` that had a smaller one and did not fail."""
-        now = budget(life)
+        now = budget(life.settings)
         if now is None:
             return None
         known = (
-            budget(Life(0, settings=one.settings))
+            budget(one.settings)
             for one in reversed(self.lives)
             if one.index < life.index and one.served and not one.failures
         )
@@ -271,7 +270,7 @@ class Ledger:
         """What was learned from the log, as plain JSON data. Windows and events are kept by the caller."""
         return {
             "lives": [_life_plain(one) for one in self.lives],
-            "open": {kind: asdict(one) for kind, one in self._open.items() if kind != METRICS},
+            "open": {kind: asdict(one) for kind, one in self._open.items()},
             "recent": {kind: list(seen) for kind, seen in self._recent.items()},
             "prefill": asdict(self._prefill),
             "served_at": self._served_at,
@@ -279,13 +278,7 @@ class Ledger:
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go on where ``snapshot`` was taken. Raises on anything that is none."""
-        scraped = {one.index: one.prompts["metrics"] for one in self.lives if "metrics" in one.prompts}
-        probed = {one.index: one.probed_steps for one in self.lives}
         self.lives = [_life_of(one) for one in saved["lives"]]
-        for one in self.lives:
-            if one.index in scraped:
-                one.prompts["metrics"] = scraped[one.index]
-            one.probed_steps = probed.get(one.index, one.probed_steps)
         self._open = {kind: _Open(**one) for kind, one in saved["open"].items()}
         self._recent = {
             kind: deque((float(at), float(length), float(rate)) for at, length, rate in saved["recent"][kind])
@@ -461,6 +454,10 @@ class Ledger:
                 del self.lives[0]
 
 
+def _failure(one: LifeExposure, incident: str) -> Failed | None:
+    return next((f for f in one.failures if f.incident == incident), None)
+
+
 def _most(value: int | None) -> float | None:
     return None if value is None else float(value)
 
@@ -505,10 +502,6 @@ def _count(counts: dict[int, float], length: int) -> None:
     if len(counts) >= _KEPT_LENGTHS:
         length -= length & (1 << max(0, length.bit_length() - 5)) - 1
     counts[length] = counts.get(length, 0.0) + 1
-
-
-def _limit(settings: Mapping[str, object]) -> int | None:
-    return step_limit(Life(0, settings=dict(settings)))
 
 
 def _life_plain(one: LifeExposure) -> dict[str, object]:

@@ -152,7 +152,7 @@ def _room(life: Life, limit: int | None, largest: int, free: int | None) -> _Roo
     """
     memory = memory_of(life)
     peak, total = whole(memory.get("peak_activation_bytes")), whole(memory.get("total_bytes"))
-    profiled = whole(budget(life))
+    profiled = whole(budget(life.settings))
     if not peak:
         return None
     used = min(1.0, limit / profiled) if limit and profiled else 1.0

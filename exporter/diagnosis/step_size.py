@@ -59,7 +59,7 @@ def utilization(life: Life) -> float | None:
 
 def limit_of(life: Life) -> int | None:
     """Tokens that bound a step of this life, or None where the budget is not known."""
-    now, limit = whole(budget(life)), whole(step_limit(life))
+    now, limit = whole(budget(life.settings)), whole(step_limit(life.settings))
     return min(now, limit) if now and limit and now < _MOST_TOKENS else None
 
 
@@ -71,7 +71,7 @@ def good_before(case: Case, good_budget: int | None = None) -> int | None:
     now = limit_of(case.life)
     good = whole(good_budget)
     if good is None and case.previous is not None and case.previous.state in ("serving", "stopped"):
-        good = whole(budget(case.previous))
+        good = whole(budget(case.previous.settings))
     return good if good and now and good < now else None
 
 

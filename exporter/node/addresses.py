@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 import structlog
 
 from .. import logs
+from ..plain import items, mapping, mappings
 from ..sources.kube_client import KubeClient, KubeError, LoopClock, in_cluster
 from .tree import Name
 
@@ -78,13 +79,13 @@ class Addresses:
 
 def _urls(pods: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Names of containers, and where they answer."""
-    for pod in _mappings(pods.get("items")):
-        metadata, spec, status = (_mapping(pod.get(one)) for one in ("metadata", "spec", "status"))
+    for pod in mappings(pods.get("items")):
+        metadata, spec, status = (mapping(pod.get(one)) for one in ("metadata", "spec", "status"))
         host = _host(status.get("podIP"))
         if host is None or status.get("phase") in ("Succeeded", "Failed"):
             continue
-        annotated = _mapping(metadata.get("annotations")).get("prometheus.io/port")
-        for one in _mappings(spec.get("containers")) + _mappings(spec.get("initContainers")):
+        annotated = mapping(metadata.get("annotations")).get("prometheus.io/port")
+        for one in mappings(spec.get("containers")) + mappings(spec.get("initContainers")):
             name = Name.parse(f"{metadata.get('namespace')}/{metadata.get('name')}/{one.get('name')}")
             if name is not None:
                 yield str(name), f"http://{host}:{_option(one) or _port(annotated) or _declared(one) or PORT}"
@@ -100,14 +101,14 @@ def _host(address: object) -> str | None:
 
 def _option(container: Mapping[str, object]) -> int | None:
     """What vLLM is told on its command line, which may be a whole script."""
-    words = [*_list(container.get("command")), *_list(container.get("args"))]
+    words = [*items(container.get("command")), *items(container.get("args"))]
     found = _OPTION.search(" ".join(one for one in words if isinstance(one, str)))
     return _port(found[1]) if found is not None else None
 
 
 def _declared(container: Mapping[str, object]) -> int | None:
     """The port that is called http, else the only one."""
-    ports = _mappings(container.get("ports"))
+    ports = mappings(container.get("ports"))
     named = [one for one in ports if str(one.get("name")).startswith("http")]
     chosen = named[:1] or (ports if len(ports) == 1 else [])
     return _port(chosen[0].get("containerPort")) if chosen else None
@@ -116,15 +117,3 @@ def _declared(container: Mapping[str, object]) -> int | None:
 def _port(value: object) -> int | None:
     text = str(value)
     return int(text) if re.fullmatch(r"[0-9]{1,5}", text) and 0 < int(text) < 65536 else None
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    return value if isinstance(value, dict) else {}
-
-
-def _list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
-
-
-def _mappings(value: object) -> list[Mapping[str, object]]:
-    return [one for one in _list(value) if isinstance(one, dict)]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..diagnosis.knowledge import builtin_classes
+from ..plain import items, mapping, mappings
 from ..report.text import numbers
 from ..status import OpenAlert
 from ..vllm.startup import safe_model
@@ -184,10 +185,10 @@ def _description(document: Document, trigger: Document | None) -> str:
     return _lines(
         [
             f"{name}Confidence that it is {class_id}: {_text(document.get('confidence'))}.",
-            *numbers(_mapping(document.get("facts"))),
-            *_evidence(class_id, _mappings(document.get("evidence"))),
+            *numbers(mapping(document.get("facts"))),
+            *_evidence(class_id, mappings(document.get("evidence"))),
             *([_text(trigger.get("says"))] if trigger and trigger.get("verdict") in _VERDICTS else []),
-            *_advice(_mapping(document.get("advice"))),
+            *_advice(mapping(document.get("advice"))),
         ]
     )
 
@@ -209,10 +210,10 @@ def _weight(evidence: Document) -> float:
 
 
 def _advice(advice: Document) -> Iterator[str]:
-    for remedy in _mappings(advice.get("do"))[:_REMEDIES]:
+    for remedy in mappings(advice.get("do"))[:_REMEDIES]:
         flags, cost = _text(remedy.get("flags")), _text(remedy.get("cost"))
         yield f"Do: {flags}{': ' if flags else ''}{_text(remedy.get('text'))}{f' Cost: {cost}.' if cost else ''}"
-    ends = [_text(one.get("text")) for one in _mappings(advice.get("dead_ends"))]
+    ends = [_text(one.get("text")) for one in mappings(advice.get("dead_ends"))]
     if ends:
         yield f"Do not bother: {'; '.join(ends[:_DEAD_ENDS])}"
     if confirm := _text(advice.get("confirm")):
@@ -251,13 +252,5 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def _mapping(value: object) -> Document:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _mappings(value: object) -> list[Document]:
-    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list | tuple) else []
-
-
 def _texts(value: object) -> list[str]:
-    return [str(one) for one in value] if isinstance(value, list | tuple) else []
+    return [str(one) for one in items(value)]

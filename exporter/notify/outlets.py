@@ -13,12 +13,11 @@ import aiohttp
 
 from ..config import KUBERNETES, TargetConfig, kubernetes_labels
 from ..sources.kube_client import ACCOUNT, KubeClient, KubeError, LoopClock, in_cluster, own_pod
-from ..status import Status
+from ..status import NOTIFICATION_RESULTS, Status
 from .alertmanager import Alertmanager
 from .pod_event import PodEvents
 from .receiver import Outlet, Receiver
 
-RESULTS = ("delivered", "failed", "dropped")
 _FLUSH_SECONDS = 1.0
 
 
@@ -66,7 +65,7 @@ class Outlets:
 
     def _add(self, key: str, outlet: Outlet) -> None:
         self.open[key] = outlet
-        for result in RESULTS:
+        for result in NOTIFICATION_RESULTS:
             self._status.notifications[outlet.name, result] += 0  # a counter is there before it counts
         self._tasks[key] = self._start(outlet.run())
 

@@ -19,7 +19,6 @@ from yarl import URL
 from ..analyze import analyze
 from ..diagnosis.engine import step_limit
 from ..document import incident_document, life_document
-from ..records import Life
 from ..scrape import in_words
 from ..status import TargetStatus
 from .plan import Limits
@@ -50,7 +49,7 @@ class Look:
     @property
     def step_limit(self) -> int | None:
         """Tokens one step may hold."""
-        return step_limit(Life(0, settings=dict(self.settings)))
+        return step_limit(self.settings)
 
     def number(self, name: str) -> int | None:
         """A setting that is a positive number."""

@@ -213,7 +213,7 @@ def _lives(lives: list[Life], incidents: list[Incident]) -> Iterator[str]:
     for life in lives:
         failed = sum(incident.engine == life.index for incident in incidents)
         what = f"{failed} memory incident{'s' if failed != 1 else ''}" if failed else "no memory incident"
-        tokens = budget(life)
+        tokens = budget(life.settings)
         yield (
             f"  {life.index}  {time_text(life.started) or 'start not in the log':<20}  "
             f"max_num_batched_tokens {tokens if tokens is not None else 'unknown':<8} {life.state:<9} {what}"

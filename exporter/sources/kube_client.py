@@ -20,6 +20,8 @@ from typing import Protocol
 
 import aiohttp
 
+from ..plain import items, mapping, mappings
+
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where the kubelet mounts token, CA bundle and namespace of the service account."""
 
@@ -112,7 +114,7 @@ def instances(pod: Mapping[str, object], container: str) -> tuple[Instance, ...]
     status = next((one for one in _statuses(pod) if one.get("name") == container), None)
     if status is None:
         return ()
-    state, last = _mapping(status.get("state")), _mapping(status.get("lastState"))
+    state, last = mapping(status.get("state")), mapping(status.get("lastState"))
     restarts = status.get("restartCount")
     count = restarts if isinstance(restarts, int) else 0
     found = []
@@ -120,11 +122,11 @@ def instances(pod: Mapping[str, object], container: str) -> tuple[Instance, ...]
     if "running" in state:
         now = Instance(_stream(pod, container, status, count), container, previous=False)
     elif "terminated" in state:
-        ended = _mapping(state["terminated"])
+        ended = mapping(state["terminated"])
         stream = _stream(pod, container, {"containerID": status.get("containerID"), **ended}, count)
         now = Instance(stream, container, previous=False, ending=_ending(ended))
     if "terminated" in last:
-        ended = _mapping(last["terminated"])
+        ended = mapping(last["terminated"])
         # while it waits for its next run, the count is still the one of the run that ended
         stream = _stream(pod, container, ended, count - 1 if now else count)
         found.append(Instance(stream, container, previous=True, ending=_ending(ended)))
@@ -135,12 +137,12 @@ def instances(pod: Mapping[str, object], container: str) -> tuple[Instance, ...]
 
 def vllm_container(pod: Mapping[str, object]) -> str:
     """The one container whose image or command names vLLM. ``KubeError`` if that is not one."""
-    spec = _mapping(pod.get("spec"))
+    spec = mapping(pod.get("spec"))
     found = []
     # an init container that ends is no server: it may load the model with vLLM's image
-    sidecars = [one for one in _mappings(spec.get("initContainers")) if one.get("restartPolicy") == "Always"]
-    for one in sidecars + _mappings(spec.get("containers")):
-        words = [one.get("image"), *_list(one.get("command")), *_list(one.get("args"))]
+    sidecars = [one for one in mappings(spec.get("initContainers")) if one.get("restartPolicy") == "Always"]
+    for one in sidecars + mappings(spec.get("containers")):
+        words = [one.get("image"), *items(one.get("command")), *items(one.get("args"))]
         texts = [word for word in words if isinstance(word, str)]
         if any(map(_VLLM.search, texts)) and not any(map(_EXPORTER.search, texts)):
             found.append(str(one.get("name")))
@@ -151,15 +153,15 @@ def vllm_container(pod: Mapping[str, object]) -> str:
 
 
 def _statuses(pod: Mapping[str, object]) -> list[Mapping[str, object]]:
-    status = _mapping(pod.get("status"))
-    return _mappings(status.get("containerStatuses")) + _mappings(status.get("initContainerStatuses"))
+    status = mapping(pod.get("status"))
+    return mappings(status.get("containerStatuses")) + mappings(status.get("initContainerStatuses"))
 
 
 def _stream(pod: Mapping[str, object], container: str, holder: Mapping[str, object], count: int) -> str:
     given = holder.get("containerID")
     if isinstance(given, str) and given:
         return given[:200]
-    return f"{_mapping(pod.get('metadata')).get('uid', '')}/{container}/{count}"
+    return f"{mapping(pod.get('metadata')).get('uid', '')}/{container}/{count}"
 
 
 def _ending(ended: Mapping[str, object]) -> Ending:
@@ -169,18 +171,6 @@ def _ending(ended: Mapping[str, object]) -> Ending:
         code if isinstance(code, int) else None,
         finished if isinstance(finished, str) and _TIME.fullmatch(finished) else "",
     )
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    return value if isinstance(value, dict) else {}
-
-
-def _list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
-
-
-def _mappings(value: object) -> list[Mapping[str, object]]:
-    return [one for one in _list(value) if isinstance(one, dict)]
 
 
 # --- asking ---------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from ..diagnosis.engine import budget, changed
 from ..diagnosis.knowledge import FailureClass
+from ..plain import mapping
 from ..records import Life
 from ..status import TargetStatus
 from .timeline import Timeline, timeline
@@ -20,7 +21,6 @@ from .visible import (
     Time,
     count,
     items,
-    mapping,
     mappings,
     name,
     number,
@@ -533,7 +533,7 @@ def _life(document: Document) -> Life:
 
 
 def _life_view(document: Document, life: Life, before: Life | None) -> LifeView:
-    index, state, tokens = number(document.get("index")), name(document.get("state")), budget(life)
+    index, state, tokens = number(document.get("index")), name(document.get("state")), budget(life.settings)
     marks = mapping(document.get("fingerprint"))
     trail = (
         ("info", "INFO of the chunked prefill budget"),

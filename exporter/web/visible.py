@@ -92,11 +92,6 @@ def plain(value: object) -> str:
     return "not set" if value is None else name(value)
 
 
-def mapping(value: object) -> Document:
-    """``value``, or nothing where it is no object."""
-    return value if isinstance(value, Mapping) else {}
-
-
 def items(value: object) -> list[object]:
     """``value``, or nothing where it is no list; at most ``MAX_ITEMS``."""
     return list(value[:MAX_ITEMS]) if isinstance(value, list | tuple) else []
