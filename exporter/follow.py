@@ -122,6 +122,11 @@ class _Log:
     def open(self) -> bool:
         return self.parser.open or self.framing.waiting
 
+    def told(self, number: int) -> bool:
+        """Whether everything up to that line was handed on: what is open, if anything, came later."""
+        since = (self.framing.waiting_since, self.parser.open_since)
+        return all(one is None or one > number for one in since)
+
     @property
     def truncated(self) -> int:
         return self.scanner.truncated + self.framing.truncated
@@ -184,7 +189,8 @@ class Follower:
         self._now = now
         self._history = History(classes, self._stream_of)
         self._streams: dict[str, _Stream] = {}
-        self._numbered: dict[int, _Stream] = {}
+        self._numbered: dict[int, _Stream] = {}  # those of ``_streams``
+        self._names: dict[int, str] = {}  # also of streams that are done: incidents name their lines
         self._begun = 0
         self._done: dict[str, _Log] = {}  # logs of streams that ended, for whatever follows them
         self._saved: dict[str, StreamState] = {}
@@ -333,8 +339,9 @@ class Follower:
         stream.follows = chunk.follows
         self._begun += 1
         self._streams[chunk.stream] = self._numbered[stream.number] = stream
-        if len(self._numbered) > KEPT_STREAMS:
-            del self._numbered[next(iter(self._numbered))]
+        self._names[stream.number] = stream.name
+        if len(self._names) > KEPT_STREAMS:
+            del self._names[next(iter(self._names))]
         self.urgent = True  # from now on it can be found again
         return stream
 
@@ -348,8 +355,7 @@ class Follower:
         return next((one.log for one in self._streams.values() if one.follows == chunk.stream), None)
 
     def _stream_of(self, number: int) -> str:
-        stream = self._numbered.get(stream_number(number))
-        return stream.name if stream else ""
+        return self._names.get(stream_number(number), "")
 
     def _read(self, stream: _Stream, lines: Iterable[Given], size: int = 0) -> None:
         """``lines``, out of ``size`` bytes, are either all behind what was counted, or all new."""
@@ -496,16 +502,17 @@ class Follower:
         for name, state in checkpoint.streams.items():
             if (stream := self._streams.get(name)) is None:
                 continue
-            if not stream.log.open:  # else what is open would count its lines again
-                stream.errors = {n for n in stream.errors if n > state.lines}
+            if not stream.log.told(numbered(stream.number, state.lines)):
+                continue  # what is open would count its lines again
+            stream.errors = {n for n in stream.errors if n > state.lines}
             # where it went on meanwhile, the next checkpoint is the first that has its end
-            if stream.ended and state.token == stream.token and not stream.log.open:
+            if stream.ended and state.token == stream.token:
                 self._forget(stream, state)
 
     def _forget(self, stream: _Stream, state: StreamState) -> None:
         """The stream has ended. What follows it may be yet to come, and goes on with its log."""
         name = stream.name
-        del self._streams[name]
+        del self._streams[name], self._numbered[stream.number]
         followed = any(one.log is stream.log for one in self._streams.values())
         self._ended[name] = self._saved[name] = replace(state, parser=None) if followed else state
         if not followed:

@@ -878,3 +878,20 @@ class TestBounds:
                 feed.one.saved()
         assert len(feed.one._saved) <= 1000
         assert len(feed.one._streams) <= 102
+
+    def test_files_of_a_crash_loop(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Deaths without a silence between them, in a log that is rotated: what is done is let go."""
+        monkeypatch.setattr(follow, "_REPLAY_BYTES", 20_000)
+        one = Feed().one
+        for number in range(200):
+            name, before = f"s{number}", f"s{number - 1}" if number else ""
+            if before:
+                one.take(SOURCE, Chunk(before, b"", "9", ended=True), 0.0)
+            begin = number * 200
+            lines = log(start(begin), fatal(begin + 100), dead(begin + 100))
+            one.take(SOURCE, Chunk(name, lines, "9", follows=before), 0.0)
+            one.tick()
+        held = one._streams.values()
+        assert one.status.counts.error_lines == 200
+        assert (len(held) <= 20, sum(len(stream.errors) for stream in held) <= 20) == (True, True)
+        assert len(one._numbered) == len(held)

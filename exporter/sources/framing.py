@@ -121,6 +121,11 @@ class Framing:
         """Whether a cut line still waits for its end."""
         return bool(self._pending)
 
+    @property
+    def waiting_since(self) -> int | None:
+        """Number of the first line whose end has not come."""
+        return min((line.number for line in self._pending.values()), default=None)
+
     def _give_up(self) -> Iterator[Line]:
         """The oldest line that waits, as far as it came."""
         line = self._unwrap(self._pending.pop(next(iter(self._pending))))

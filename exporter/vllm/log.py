@@ -28,7 +28,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 MAX_RECORD_LINES = 2000
 MAX_RECORD_CHARS = 1 << 21
 _KEPT_PREFIXES = 6  # lines of a record repeat its prefix, and a few processes interleave
-_KEPT_PIDS = 4096
+_KEPT_PIDS = 1024
 _OPEN_BARE = 4  # records of a process without a prefix that may interleave
 _KEPT_DONE = 256  # access lines of one second that wait for a record begun before them
 
@@ -192,7 +192,7 @@ class LogParser:
     def __init__(self, latest: datetime) -> None:
         self._clock = Clock(latest)
         self._open: dict[tuple[str, str], list[_Open]] = {}
-        self._pids: set[tuple[str, str]] = set()
+        self._pids: dict[tuple[str, str], None] = {}  # in the order in which they were seen first
         self._leads: set[str] = set()
         self._prefixes: dict[str, tuple[tuple[str, ...], datetime | None, str, int | None]] = {}
         self._logged = 0
@@ -224,6 +224,12 @@ class LogParser:
         """Whether a record may still grow."""
         return bool(self._open or self._done)
 
+    @property
+    def open_since(self) -> int | None:
+        """Number of the first line that is held back, alone or in a record that may still grow."""
+        numbers = [first.place[0]] if (first := self._first()) is not None else []
+        return min(numbers + [line for line, _, _ in self._done[:1]], default=None)
+
     def peek(self) -> Iterator[Record]:
         """What ``flush`` would give, left open: an error is counted before its record is complete."""
         yield from (record for _, _, record in self._done)
@@ -250,7 +256,7 @@ class LogParser:
     def snapshot(self) -> dict[str, object]:
         """What ``restore`` needs to go on, as plain JSON data. Only when nothing is open."""
         return {
-            "pids": sorted(self._pids),
+            "pids": list(self._pids),
             "leads": sorted(self._leads),
             "logged": self._logged,
             "now": self._now.isoformat() if self._now else None,
@@ -258,7 +264,7 @@ class LogParser:
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go on where ``snapshot`` was taken."""
-        self._pids = {(process, pid) for process, pid in saved["pids"]}
+        self._pids = dict.fromkeys((process, pid) for process, pid in saved["pids"])
         self._leads = set(saved["leads"])
         self._logged = saved["logged"]
         self._now = datetime.fromisoformat(saved["now"]) if saved["now"] else None
@@ -375,9 +381,9 @@ class LogParser:
         file = key[-2]
         text = line.text[end:]
         if pid is not None:
+            self._pids[process, str(pid)] = None
             if len(self._pids) > _KEPT_PIDS:
-                self._pids.clear()  # of engines long gone
-            self._pids.add((process, str(pid)))
+                del self._pids[next(iter(self._pids))]  # of an engine long gone
         if line.traffic is not None:  # complete, whatever stands in the lines around it
             yield self._alone(Record(
                 process, pid, key[0], time, file, (text,), (line.number,), line.origin, traffic=line.traffic
