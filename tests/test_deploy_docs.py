@@ -60,6 +60,14 @@ def test_the_release_workflow_asks_for_little() -> None:
             needed = jobs[needed]["needs"]
 
 
+def test_the_release_workflow_runs_what_was_reviewed() -> None:
+    """A tag can be moved; every action is named by a commit, with its version beside it."""
+    uses = re.findall(r"uses: (.*)", WORKFLOW.read_text())
+    assert uses
+    for one in uses:
+        assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", one), one
+
+
 def test_the_release_workflow_runs_what_exists() -> None:
     """Files and make targets that it names are in the repository."""
     text = WORKFLOW.read_text()
