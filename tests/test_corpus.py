@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,6 +69,32 @@ def judge(name: str, case: dict[str, Any], document: Document) -> None:
 def test_labelled_case(name: str) -> None:
     """Each labelled case gets its label, count, phase, consequence and facts."""
     judge(name, CASES[name], analyzed(log_of(CASES[name])))
+
+
+def shifted(by: bytes) -> Callable[[bytes], bytes]:
+    """Put ``by`` before every line."""
+    return lambda log: b"".join(by + line for line in log.splitlines(keepends=True))
+
+
+PASTED: dict[str, Callable[[bytes], bytes]] = {
+    "fenced": lambda log: b"```text\n" + log + b"\n```\n",
+    "folded": lambda log: b"<details><summary>Log</summary>\n\n```\n" + log + b"\n```\n\n</details>\n",
+    "quoted": shifted(b"> "),
+    "shifted": shifted(b"    "),
+    "fenced in a list": lambda log: shifted(b"  ")(b"```\n" + log + b"\n```\n"),
+}
+
+
+@pytest.mark.parametrize("how", PASTED)
+def test_a_pasted_log_says_the_same(how: str) -> None:
+    """Reports hold logs in fences, quotations and lists; what is found in them is what the log alone says."""
+    kept = ("class", "phase", "fatal", "confidence", "facts")
+    for name, case in CASES.items():
+        alone, pasted = (
+            [{key: one[key] for key in kept} for one in analyzed(log)["incidents"]]
+            for log in (log_of(case), PASTED[how](log_of(case)))
+        )
+        assert pasted == alone, name
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -125,7 +125,7 @@ class TestWrappers:
     )
     def test_a_bare_line_stays_as_it_is(self, text: str) -> None:
         """What looks a little like a wrapper and is none is left alone."""
-        assert framed(text) == [Line(1, text, None, "", 0)]
+        assert framed(ERROR, text)[1:] == [Line(2, text, None, "", 0)]
 
     def test_stern_around_the_end_of_a_traceback(self) -> None:
         """The line that names the exception belongs to the same container as its frames."""
@@ -147,6 +147,50 @@ class TestWrappers:
     def test_kubectl_prefix(self) -> None:
         """``kubectl logs --prefix`` names pod and container in brackets."""
         assert framed(f"[pod/llama-70b-0/vllm] {ERROR}") == [Line(1, ERROR, None, "llama-70b-0/vllm", 0)]
+
+
+class TestPasted:
+    """What people put around a log when they show it to others."""
+
+    @pytest.mark.parametrize(
+        "fence",
+        [
+            "```",
+            "```text",
+            "~~~",
+            "<details><summary>Log of the crash</summary>",
+            "</details>",
+            "<pre><code>",
+        ],
+    )
+    def test_fences_are_no_lines_of_it(self, fence: str) -> None:
+        """A fence is an empty line."""
+        assert [line.text for line in framed(fence, ERROR, fence)] == ["", ERROR, ""]
+
+    @pytest.mark.parametrize(
+        "text", ["```sh and more than a fence```", "<module>", "~~~~~ ^^^^^", "<pre>text"]
+    )
+    def test_what_is_no_fence(self, text: str) -> None:
+        """The marks below a source line, a frame's name and prose stay."""
+        assert [line.text for line in framed(ERROR, text)] == [ERROR, text]
+
+    def test_quoted(self) -> None:
+        """Every line of a quotation begins with a mark, the empty ones too."""
+        assert [line.text for line in framed(f"> {ERROR}", ">", "> > text", ">>> x")] == [
+            ERROR, "", "text", ">>> x",
+        ]  # fmt: skip
+
+    def test_shifted(self) -> None:
+        """The spaces that all lines have go, those of the traceback itself stay."""
+        frame = '  File "/x/vllm/v1/engine/core.py", line 3, in f'
+        assert [line.text for line in framed(f"    {ERROR}", "", f"    {frame}")] == [ERROR, "", frame]
+
+    def test_only_the_beginning_is_shifted(self) -> None:
+        """A log that was cut inside a traceback."""
+        lines = ("    return f(x)", '  File "x.py", line 3, in f', "    f(x)", ERROR, "  text")
+        assert [line.text for line in framed(*lines)] == [
+            "return f(x)", 'File "x.py", line 3, in f', "  f(x)", ERROR, "  text",
+        ]  # fmt: skip
 
 
 class TestColoursAndEndings:

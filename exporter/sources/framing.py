@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from ..records import Line, Traffic
+from .pasted import Pasted
 
 MAX_LINE = 1 << 20
 """Bytes kept of one line: its head and its tail. A scheduler dump ends with the totals."""
@@ -97,6 +98,7 @@ class Framing:
     def __init__(self) -> None:
         self._pending: dict[str, Line] = {}
         self._containers: set[str] = set()
+        self._pasted = Pasted()
         self.truncated = 0
 
     def feed(self, number: int, raw: bytes, traffic: Traffic | None = None) -> Iterator[Line]:
@@ -105,6 +107,7 @@ class Framing:
             raw = raw[:_HEAD] + raw[-(MAX_LINE - _HEAD) :]
             self.truncated += 1
         text, returns = _ended(raw.decode("utf-8", "replace"))
+        text = self._pasted.take_off(text)
         line = self._unwrap(Line(number, text, carriage_returns=returns))
         if line is not None:
             yield line if traffic is None else line._replace(traffic=traffic)

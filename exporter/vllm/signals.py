@@ -301,8 +301,8 @@ def _runtime_lines(record: Record) -> Iterator[Signal]:
         and not _quotes_nobody(raised, raised.cls.rpartition(".")[2])
     )
     own = record.lines[: raised.index] if quoting and raised is not None else record.lines
-    for index, text in enumerate(own):
-        number = record.numbers[index]
+    for index, line in enumerate(own):
+        number, text = record.numbers[index], line.strip()  # a pasted log is often shifted
         if (found := _RETRY.match(text)) is not None:
             yield _near_miss(record, found)
         elif (found := _KILLER.match(text)) is not None:

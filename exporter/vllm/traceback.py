@@ -140,7 +140,7 @@ def exceptions(lines: Sequence[str]) -> Iterator[Raised]:
         frame = frame_of(text)
         if frame is not None:
             if not block.opened and not block.frames:
-                block.indent = max(0, _indent(text) - 2)
+                block.indent = _indent(text) - 2
             if len(block.frames) < 256:
                 block.frames.append(frame)
             continue
