@@ -6,7 +6,7 @@ import base64
 import gzip
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,66 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--renew-golden", action="store_true", help="rewrite the golden files")
     parser.addoption("--renew-screenshots", action="store_true", help="rewrite tests/screenshots")
     parser.addoption("--outage", default="2", help="seconds Alertmanager is away in its test; default: 2")
+
+
+LONGEST = (
+    "test_faults.py",
+    "test_dashboards.py",
+    "test_notify_live.py",
+    "test_packaging.py",
+    "test_probe.py",
+    "test_probe_on_start.py",
+    "test_pages_browser.py",
+    "test_app.py",
+    "test_node.py",
+    "test_scan.py",
+    "test_replay.py",
+    "test_rules.py",
+)
+"""Files that take long. A worker that begins one of them last would be the only one at work."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Workers begin with the longest files; without workers the order is as ever."""
+    if hasattr(config, "workerinput"):
+        rank = {name: at for at, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
+
+
+def encodable(value: Any) -> Any:
+    """Plain data with every lone surrogate written as ``\\udcff``, so that it is UTF-8."""
+    match value:
+        case str():
+            return value.encode("utf-8", "backslashreplace").decode()
+        case dict():
+            return {encodable(key): encodable(one) for key, one in value.items()}
+        case list() | tuple():
+            return type(value)(map(encodable, value))
+    return value
+
+
+# Hostile text is logged and compared in tests, and a worker that cannot send its report ends the whole run
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """Reports go from workers to the terminal as UTF-8."""
+    return encodable((yield))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests recorded as ``counts`` is printed when all have run; workers have no terminal."""
+    reports = [one for some in terminalreporter.stats.values() for one in some]
+    found = [
+        text
+        for one in reports
+        if isinstance(one, pytest.TestReport) and one.when == "call"
+        for name, text in one.user_properties
+        if name == "counts"
+    ]
+    if found:
+        terminalreporter.section("counts")
+        for text in sorted(map(str, found)):
+            terminalreporter.write_line(text)
 
 
 def load_yaml(path: Path) -> Any:

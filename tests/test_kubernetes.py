@@ -5,7 +5,7 @@ import gc
 import heapq
 import random
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -1221,7 +1221,7 @@ async def fault_run(seed: int, count: int) -> tuple[list[Run], dict[str, bytes],
 @pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(5))
 async def test_nothing_is_lost_or_doubled_whatever_happens(
-    seed: int, capsys: pytest.CaptureFixture[str]
+    seed: int, record_property: Callable[[str, object], None]
 ) -> None:
     """Cuts, refusals, rotations, restarts of both sides and lagging states lose and repeat no line."""
     runs, read, _ = await fault_run(seed, 2000)
@@ -1234,6 +1234,8 @@ async def test_nothing_is_lost_or_doubled_whatever_happens(
         lost += len(set(expected) - set(found))
         doubled += len(found) - len(set(found))
         assert found == expected
-    with capsys.disabled():
-        print(f"\nseed {seed}, {len(runs)} runs: {total} written, {got} read, {lost} lost, {doubled} doubled")
+    record_property(
+        "counts",
+        f"seed {seed}, {len(runs)} runs: {total} written, {got} read, {lost} lost, {doubled} doubled",
+    )
     assert (lost, doubled) == (0, 0)

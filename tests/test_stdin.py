@@ -232,6 +232,10 @@ async def test_a_consumer_that_stops_does_not_block_the_server(ends: Ends) -> No
             ends.close(ends.server)
 
         await asyncio.to_thread(flood)  # returns: the server is never blocked for good
+        # all of it has come in, so that nothing is dropped behind the first that is taken
+        for thread in threading.enumerate():
+            if thread.name == "stdin":
+                await asyncio.to_thread(thread.join)
         rest = [chunk async for chunk in chunks]
     assert rest[-1].ended
     assert sum(len(chunk.data) for chunk in rest) <= 4 << 16
