@@ -287,6 +287,10 @@ class Follower:
         counts.read_bytes.update(new.read_bytes)
         counts.truncated.update(new.truncated)
         self._read_since = Counts()
+        for stats in self.status.sources:
+            errors, rotations = stats.take_new()
+            counts.read_errors[stats.name] += errors
+            counts.rotations.update({(stats.name, kind): times for kind, times in rotations.items()})
 
     def saved(self) -> None:
         """Everything that was new is safe."""
@@ -425,6 +429,7 @@ class Follower:
     def tick(self) -> None:
         """A tenth of a second went by, during which the caller was able to read."""
         self._ticks += 1
+        self.stale = self.stale or any(stats.has_new for stats in self.status.sources)
         for log in self._logs:
             if self._ticks % 36_000 == 0:
                 log.parser.until(self._now())

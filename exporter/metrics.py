@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
+from prometheus_client.registry import Collector
 
 from . import __version__
 from .diagnosis.engine import budget, memory_of
@@ -34,6 +35,9 @@ OTHER = "other"  # sums up what is beyond MAX_SOURCES and MAX_RECEIVERS
 Of = TypeVar("Of", TargetStatus, Status)
 Values = Iterable[tuple[tuple[str, ...], object]]
 """Label values in the order of the family's labels, and a number; anything else is left out."""
+
+Labels = tuple[tuple[str, str], ...]
+Samples = dict[Labels, float]
 
 _VERSION = re.compile(r"v?\d[0-9A-Za-z.+!_-]{0,63}")
 _RESULTS = ("parsed", "unparsed")
@@ -59,7 +63,8 @@ _PARTS = {
 class Family(Generic[Of]):
     """One metric: its name as exposed, and how its values are read from a status.
 
-    ``unit`` is the suffix of the name that OpenMetrics calls the unit, or empty.
+    ``unit`` is the suffix of the name that OpenMetrics calls the unit, or empty. ``always``: also
+    shown of a target that is not followed.
     """
 
     name: str
@@ -68,24 +73,26 @@ class Family(Generic[Of]):
     values: Callable[[Of], Values]
     labels: tuple[str, ...] = ()
     unit: str = ""
+    always: bool = False
 
-    def render(self, owners: Iterable[tuple[dict[str, str], Of]]) -> Metric:
-        """The family as of now; two series of the same labels become one."""
+    def read(self, common: Labels, of: Of, into: Samples) -> None:
+        """Take the values as of now; two series of the same labels become one."""
+        lowest = 0.0 if self.type == "counter" else -math.inf
+        for values, raw in self.values(of):
+            number = _number(raw, lowest)
+            if number is None:
+                continue
+            key = common + tuple(zip(self.labels, map(_label, values), strict=True))
+            if key in into:
+                both = into[key], number
+                number = sum(both) if self.type == "counter" else max(both)
+            into[key] = number
+
+    def metric(self, samples: Samples) -> Metric:
+        """The family with what was read."""
         suffix = {"counter": "_total", "info": "_info", "gauge": ""}[self.type]
         metric = Metric(self.name.removesuffix(suffix), self.help, self.type, self.unit)
-        merged: dict[tuple[tuple[str, str], ...], float] = {}
-        for common, of in owners:
-            for values, raw in self.values(of):
-                number = _number(raw, lowest=0.0 if self.type == "counter" else -math.inf)
-                if number is None:
-                    continue
-                labels = {**common, **dict(zip(self.labels, map(_label, values), strict=True))}
-                key = tuple(labels.items())
-                if key in merged:
-                    both = merged[key], number
-                    number = sum(both) if self.type == "counter" else max(both)
-                merged[key] = number
-        for key, number in merged.items():
+        for key, number in samples.items():
             metric.add_sample(self.name, dict(key), number)
         return metric
 
@@ -102,7 +109,10 @@ def _number(raw: object, lowest: float) -> float | None:
 
 def _label(text: str) -> str:
     """``text`` as one short line that encodes: no control characters, no lone surrogates."""
-    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text[:MAX_LABEL])
+    text = text[:MAX_LABEL]
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
 
 
 # --- readers of a target ------------------------------------------------------------------
@@ -195,7 +205,8 @@ def _sources(target: TargetStatus) -> Iterator[tuple[str, str]]:
     """Sources and the label each has: configured ones first, then those only counters know of."""
     counts = target.counts
     known = [one.name for one in target.sources]
-    known += sorted({*counts.read_bytes, *counts.truncated, *(source for source, _ in counts.lines)})
+    of_pairs = (source for source, _ in (*counts.lines, *counts.rotations))
+    known += sorted({*counts.read_bytes, *counts.truncated, *counts.read_errors, *of_pairs})
     names = list(dict.fromkeys(known))
     alone = len(names) if len(names) <= MAX_SOURCES else MAX_SOURCES - 1
     for at, name in enumerate(names):
@@ -213,18 +224,14 @@ def _lines(target: TargetStatus) -> Values:
 
 
 def _rotations(target: TargetStatus) -> Values:
-    labels = dict(_sources(target))
-    for stats in target.sources:
+    for name, label in _sources(target):
         for kind in _ROTATIONS:
-            yield (labels[stats.name], kind), stats.rotations.get(kind, 0)
+            yield (label, kind), target.counts.rotations[name, kind]
 
 
-def _of_stats(field: Literal["read_errors", "lag_bytes"]) -> Callable[[TargetStatus], Values]:
-    def values(target: TargetStatus) -> Values:
-        labels = dict(_sources(target))
-        return [((labels[stats.name],), getattr(stats, field)) for stats in target.sources]
-
-    return values
+def _lag(target: TargetStatus) -> Values:
+    labels = dict(_sources(target))
+    return [((labels[stats.name],), stats.lag_bytes) for stats in target.sources]
 
 
 # --- readers of the exporter itself -------------------------------------------------------
@@ -476,6 +483,18 @@ TARGET_TABLE: tuple[Family[TargetStatus], ...] = (
         lambda target: _one(target.scrape_seconds), unit="seconds",
     ),
     Family(
+        "vllm_oom_target_followed", "gauge",
+        "Whether the exporter follows this server: 0 after a failure of its own, until it has started over; its other "
+        "series are missing meanwhile.",
+        lambda target: _one(int(target.followed)), always=True,
+    ),
+    Family(
+        "vllm_oom_exporter_failures_total", "counter",
+        "Failures of the exporter itself at this server, after which it started over from what was saved. A sidecar "
+        "of a single server ends instead.",
+        lambda target: _one(target.exporter_failures), always=True,
+    ),
+    Family(
         "vllm_oom_log_lines_total", "counter",
         "Log lines read, by whether their format was recognised.",
         _lines, ("source", "result"),
@@ -488,7 +507,7 @@ TARGET_TABLE: tuple[Family[TargetStatus], ...] = (
     Family(
         "vllm_oom_log_read_errors_total", "counter",
         "Failures to open or read a log.",
-        _of_stats("read_errors"), ("source",),
+        _by_source(lambda target, name: target.counts.read_errors[name]), ("source",),
     ),
     Family(
         "vllm_oom_log_lines_truncated_total", "counter",
@@ -498,7 +517,7 @@ TARGET_TABLE: tuple[Family[TargetStatus], ...] = (
     Family(
         "vllm_oom_log_lag_bytes", "gauge",
         "Bytes of log written but not yet read.",
-        _of_stats("lag_bytes"), ("source",), "bytes",
+        _lag, ("source",), "bytes",
     ),
     Family(
         "vllm_oom_log_last_line_timestamp_seconds", "gauge",
@@ -547,6 +566,38 @@ TABLE: tuple[Family[Any], ...] = (*TARGET_TABLE, *EXPORTER_TABLE)
 # --- what others use ----------------------------------------------------------------------
 
 
+class Reading:
+    """A status as it is read for one answer, piece by piece: between two of them others may have their turn.
+
+    ``targets`` has to be done before ``families`` is begun. Targets share nothing, so each is of one
+    moment, and that is all there is to be had.
+    """
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+        self._of_targets: list[tuple[Family[TargetStatus], Samples]] = [(one, {}) for one in TARGET_TABLE]
+
+    def targets(self) -> Iterator[None]:
+        """Read one target after the other."""
+        for one in self._status.targets:
+            common = tuple((name, _label(one.labels[name])) for name in TARGET_LABELS if name in one.labels)
+            for family, samples in self._of_targets:
+                if one.followed or family.always:
+                    family.read(common, one, samples)
+            yield
+
+    def families(self) -> Iterator[Metric]:
+        """Every family that has something to say, in the order of the table."""
+        for family, samples in self._of_targets:
+            if samples:
+                yield family.metric(samples)
+        for of_exporter in EXPORTER_TABLE:
+            own: Samples = {}
+            of_exporter.read((), self._status, own)
+            if own:
+                yield of_exporter.metric(own)
+
+
 class StatusCollector:
     """Renders a status for ``prometheus_client``. Only reads; call it where the status is written."""
 
@@ -558,17 +609,22 @@ class StatusCollector:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Every family that has something to say, in the order of the table."""
-        targets = [
-            ({name: _label(one.labels[name]) for name in TARGET_LABELS if name in one.labels}, one)
-            for one in self._status.targets
-        ]
-        for of_target in TARGET_TABLE:
-            if (metric := of_target.render(targets)).samples:
-                yield metric
-        for of_exporter in EXPORTER_TABLE:
-            if (metric := of_exporter.render([({}, self._status)])).samples:
-                yield metric
+        """The whole status, of one moment."""
+        reading = Reading(self._status)
+        for _ in reading.targets():
+            pass
+        return reading.families()
+
+
+class Single(Collector):
+    """One family, as an encoder of ``prometheus_client`` wants to be given it."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> list[Metric]:
+        """It, and nothing else."""
+        return [self._family]
 
 
 def make_registry(status: Status) -> CollectorRegistry:

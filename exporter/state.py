@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from datetime import datetime
@@ -37,6 +37,10 @@ MIGRATIONS: Mapping[int, str] = {1: _EXPOSURES}
 FILE = "state.sqlite3"
 KEPT_INCIDENTS = 10_000
 KEPT_SECONDS = 400 * 86_400
+KEPT_TARGET_SECONDS = 7 * 86_400
+"""How long a target of a node is kept after it was last read: a StatefulSet that is scaled down over a
+weekend goes on with its counters, the names of a Deployment's pods never come again."""
+_FORGOTTEN_AT_ONCE = 16  # targets; each has up to 16,000 windows, and everyone waits meanwhile
 _APPLICATION_ID = 0x564C4F4D  # "VLOM": tells our files from others
 
 _TABLES = f"""
@@ -52,6 +56,12 @@ CREATE TABLE event (number INTEGER PRIMARY KEY, target TEXT NOT NULL, key TEXT N
     UNIQUE (target, key));
 {_EXPOSURES}
 """  # "number" is the order in which they came: many come with one save, and clocks are set back
+
+_OF_TARGET = (
+    *(("target", "name"), ("stream", "target"), ("event", "target"), ("exposure", "target")),
+    ("window", "target"),
+)
+"""Tables and their columns that name a target, save incidents."""
 
 # What says nothing about the file: it is in use, or cannot be read or written at the moment.
 _TRANSIENT = frozenset(
@@ -176,6 +186,7 @@ class Store:
         except _UNREADABLE as error:
             raise StateError(f"{self.path}: {_reason(error)}") from error
         self._loaded.add(follower.status.name)
+        self._events_saved.pop(follower.status.name, None)  # each follower counts its changes anew
 
     def incident(self, target: str, identity: str) -> dict[str, object] | None:
         """The document of one incident, also of one that is no longer in memory."""
@@ -210,6 +221,29 @@ class Store:
             return {str(target): float(when) for target, when in rows}
         except (*_UNREADABLE, StateError):
             return {}
+
+    # --- forgetting -----------------------------------------------------------------------------
+
+    def forget(self, followed: Iterable[str]) -> list[str]:
+        """Drop some targets that were not read for ``KEPT_TARGET_SECONDS`` and are not ``followed``; their names.
+
+        Their incidents stay, within the limit for those of all that are gone. Raises ``StateError``.
+        """
+        kept, before = set(followed), time.time() - KEPT_TARGET_SECONDS
+        try:
+            seen = self.seen()
+            names = (name for (name,) in self._open().execute("SELECT name FROM target"))
+            gone = [one for one in names if one not in kept and seen.get(one, 0.0) < before]
+            gone = gone[:_FORGOTTEN_AT_ONCE]
+            with _transaction(self._open()) as db:
+                for table, column in _OF_TARGET:
+                    db.executemany(f"DELETE FROM {table} WHERE {column} = ?", [(one,) for one in gone])  # noqa: S608 - our names
+        except sqlite3.Error as error:
+            raise StateError(f"{self.path}: {_reason(error)}") from error
+        for one in gone:
+            self._encoded.pop(one, None)
+            self._events_saved.pop(one, None)
+        return gone
 
     # --- writing --------------------------------------------------------------------------------
 
@@ -251,7 +285,7 @@ class Store:
             "engines": status.engines,
             "recommended_budget": status.recommended_budget,
             "last_line_timestamp": status.last_line_timestamp,
-            "sources": {one.name: [one.read_errors, one.rotations] for one in status.sources},
+            "sources": _of_sources(status.counts),
             "alerts": {key: asdict(one) for key, one in status.alerts.items()},
         }
         checkpoint = follower.checkpoint
@@ -315,18 +349,21 @@ class Store:
 
     @staticmethod
     def _prune(db: sqlite3.Connection) -> None:
-        # streams have no order, and those that are read are all seen with the same save
-        for table, kept, order in (
-            ("incident", KEPT_INCIDENTS, "number"),
-            ("event", KEPT_INCIDENTS, "number"),
-            ("stream", KEPT_STREAMS, "seen"),
+        # streams have no order, and those that are read are all seen with the same save: none of them goes
+        for table, kept, order, key in (
+            ("incident", KEPT_INCIDENTS, "number", "number"),
+            ("event", KEPT_INCIDENTS, "number", "number"),
+            ("stream", KEPT_STREAMS, "seen", "target, name"),
         ):
             db.execute(f"DELETE FROM {table} WHERE seen < ?", (time.time() - KEPT_SECONDS,))  # noqa: S608 - our names
-            db.execute(
-                f"DELETE FROM {table} WHERE {order} <"  # noqa: S608 - our names
-                f" (SELECT {order} FROM {table} ORDER BY {order} DESC LIMIT 1 OFFSET ?)",
-                (kept - 1,),
-            )
+            sizes = [n for (n,) in db.execute(f"SELECT count(*) FROM {table} GROUP BY {_OWNER}")]  # noqa: S608
+            if (share := _share(sizes, kept)) is not None:
+                db.execute(
+                    f"DELETE FROM {table} WHERE ({key}) IN (SELECT {key} FROM (SELECT {key},"  # noqa: S608
+                    f" rank() OVER (PARTITION BY {_OWNER} ORDER BY {order} DESC) AS place FROM {table})"
+                    " WHERE place > ?)",
+                    (share,),
+                )
 
     @staticmethod
     def _prune_windows(db: sqlite3.Connection) -> None:
@@ -341,6 +378,23 @@ class Store:
         if self._db is None:
             raise StateError(f"{self.path}: not open")
         return self._db
+
+
+_OWNER = "CASE WHEN target IN (SELECT name FROM target) THEN target END"  # all that were forgotten are one
+
+
+def _share(sizes: Iterable[int], kept: int) -> int | None:
+    """How many each may have so that all together have ``kept``; None where they have no more anyway.
+
+    Whoever has fewer leaves the rest to the others, so one in a crash loop gets what nobody else needs.
+    """
+    left, waiting = kept, sorted(sizes)
+    for at, size in enumerate(waiting):
+        share = left // (len(waiting) - at)
+        if size > share:
+            return max(share, 1)
+        left -= size
+    return None
 
 
 @contextmanager
@@ -398,10 +452,9 @@ def _load(db: sqlite3.Connection, follower: Follower) -> None:
             (status.name,),
         )
     }
-    sources = {
-        name: (_number(errors), {kind: _number(times) for kind, times in rotations.items()})
-        for name, (errors, rotations) in rest["sources"].items()
-    }
+    for name, (errors, rotations) in rest["sources"].items():
+        counts.read_errors[name] = _number(errors)
+        counts.rotations.update({(name, kind): _number(times) for kind, times in rotations.items()})
     exposures = {
         name: json.loads(text)
         for name, text in db.execute("SELECT name, value FROM exposure WHERE target = ?", (status.name,))
@@ -416,9 +469,6 @@ def _load(db: sqlite3.Connection, follower: Follower) -> None:
     alerts = {key: _alert(one) for key, one in rest.get("alerts", {}).items()}
     follower.restore(Checkpoint(streams, history), known, events)
     follower.restore_exposures(exposures, windows)
-    for stats in status.sources:
-        if stats.name in sources:
-            stats.read_errors, stats.rotations = sources[stats.name]
     status.counts, status.last, status.incidents = counts, latest, incidents
     status.setting_changed.update(rest["setting_changed"])
     status.engines = rest["engines"]
@@ -496,6 +546,16 @@ def _plain(counts: Counts) -> dict[str, object]:
         "long_prompts": counts.long_prompts,
         "engine_starts": counts.engine_starts,
     }
+
+
+def _of_sources(counts: Counts) -> dict[str, tuple[int, dict[str, int]]]:
+    """Read errors and rotations by kind, by source."""
+    found: dict[str, tuple[int, dict[str, int]]] = {
+        name: (errors, {}) for name, errors in counts.read_errors.items()
+    }
+    for (name, kind), times in counts.rotations.items():
+        found.setdefault(name, (0, {}))[1][kind] = times
+    return found
 
 
 def _counts(raw: Mapping[str, Any]) -> Counts:

@@ -29,6 +29,8 @@ class Counts:
     lines: Counter[tuple[str, str]] = field(default_factory=Counter)  # (source, parsed | unparsed)
     read_bytes: Counter[str] = field(default_factory=Counter)  # source
     truncated: Counter[str] = field(default_factory=Counter)  # source
+    read_errors: Counter[str] = field(default_factory=Counter)  # source
+    rotations: Counter[tuple[str, str]] = field(default_factory=Counter)  # (source, kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ class TargetStatus:
     incidents: list[dict[str, object]] = field(default_factory=list)  # documents, newest first
     engines: list[dict[str, object]] = field(default_factory=list)  # documents of lives, oldest first
     alerts: dict[str, OpenAlert] = field(default_factory=dict)  # direct pushes that fire, oldest first
+    followed: bool = True  # False: set aside after a failure of the exporter; nothing else is of now
+    exporter_failures: int = 0
 
 
 @dataclass(slots=True)
@@ -113,6 +117,8 @@ def unready(target: TargetStatus) -> str | None:
     It was exercised if a probe survived, or if a full step is in the log. Where each life is probed,
     its probe has to have ended first.
     """
+    if not target.followed:
+        return "the exporter failed at it, and does not follow it now"
     if target.life is None:
         return "no start of the server was read yet"
     probe = target.probe or {}

@@ -24,6 +24,8 @@ What is promised, by kind of rotation:
                   a sidecar that is down then. It happens here at random moments of a running
                   sidecar that has the log open (``/proc`` says so), and the next kill waits until
                   all that was written before is behind the checkpoint (``SAFE_SECONDS`` of silence).
+                  A life that survives its failure is not torn: until the next one begins nobody
+                  knows how it ends, so it stays before the checkpoint, and half of it is gone.
 """
 
 from __future__ import annotations
@@ -79,6 +81,8 @@ _COUNTERS = (
     "vllm_oom_fingerprint_matches_total",
     "vllm_oom_log_lines_total",
     "vllm_oom_log_read_bytes_total",
+    "vllm_oom_log_read_errors_total",
+    "vllm_oom_log_rotations_total",
 )
 _BEGIN = datetime(2026, 9, 1)
 
@@ -324,8 +328,10 @@ class Trial:
         busy: float = 1.0,
         warm: bool = True,
         torn: bool = False,
+        glob: str = "",
     ) -> None:
         self.path = folder / "vllm.log"
+        self.source = folder / glob if glob else self.path
         self.state = folder / "state"
         self.path.touch()
         self.result = Result(rotation, seed)
@@ -372,6 +378,11 @@ class Trial:
             lines = piece.data.splitlines(keepends=True)
             turns = range(1, len(lines)) if self._torn else _between_records(lines)
             turn = rng.choice(turns) if rng.random() < 0.5 else None
+            if self._rotation == "recreate" and piece.name.endswith("_survive"):
+                turn = None
+            # asked here, as it may take seconds: who falls silent inside a traceback has ended it
+            if turn is not None and not await self._may_rotate():
+                turn = None
             at = 0
             while at < len(lines):
                 upto = min(len(lines), at + rng.choice((1, 3, 10, 40, 400)))
@@ -386,7 +397,7 @@ class Trial:
                 await self._held
                 self._held = None
             await asyncio.sleep(rng.choice((0, 0, 0.05, 0.3, 1.2, 3.0)) * self._busy)
-            if rng.random() < 0.15:
+            if rng.random() < 0.15 and await self._may_rotate():
                 await self._rotate()
 
     async def _append(self, data: bytes) -> None:
@@ -403,7 +414,7 @@ class Trial:
 
     async def _rotate(self) -> None:
         if self._rotation == "recreate":
-            await self._recreate()
+            self._recreate()
             return
         self._number += 1
         older = self.path.with_name(f"{self.path.name}.{self._number}")
@@ -419,10 +430,15 @@ class Trial:
         self.result.rotations += 1
         self._say(f"rotation {self._number} behind byte {len(self._written)}")
 
-    async def _recreate(self) -> None:
+    async def _may_rotate(self) -> bool:
+        """Whether a rotation may follow. What is deleted has to be read, so no kill comes before then."""
+        if self._rotation != "recreate":
+            return True
+        self.path.touch()  # to be opened by the sidecar
+        return await self._try_lock()
+
+    def _recreate(self) -> None:
         """Delete the log under a sidecar that has it open, and keep that one alive for long enough."""
-        if not await self._try_lock():
-            return
         self.path.unlink()
         self._number += 1
         self.result.rotations += 1
@@ -515,7 +531,7 @@ class Trial:
 
     async def _start(self) -> Sidecar:
         return await Sidecar.start(
-            "--log", self.path, "--state-dir", self.state, "--vllm-url", "http://127.0.0.1:9"
+            "--log", self.source, "--state-dir", self.state, "--vllm-url", "http://127.0.0.1:9"
         )
 
     async def _watch(self, session: aiohttp.ClientSession, sidecar: Sidecar) -> None:
@@ -571,6 +587,8 @@ class Trial:
 
     async def _catch_up(self, session: aiohttp.ClientSession) -> None:
         """Let the sidecar read to the end; the second time nothing may be counted any more."""
+        # lags until it ends, which may be never
+        open_line = len(self._written) - self._written.rfind(b"\n") - 1
         sidecar = await self._start()
         watching = asyncio.create_task(self._watch(session, sidecar))
         try:
@@ -585,8 +603,10 @@ class Trial:
                     value for name, value in samples.items() if name.startswith("vllm_oom_log_lag_bytes")
                 )
                 right = not self.result.written.differences(seen)
-                quiet = 0 if lag or seen != self.result.seen else quiet + (5 if right else 1)
+                quiet = 0 if lag > open_line or seen != self.result.seen else quiet + (5 if right else 1)
                 self.result.seen = seen
+            if quiet < 60:
+                self.result.defects.append(f"the sidecar never came to rest; it lags {lag:.0f} bytes")
         finally:
             watching.cancel()
             with suppress(asyncio.CancelledError):
@@ -631,11 +651,12 @@ async def trial(
     busy: float = 1.0,
     warm: bool = True,
     torn: bool = False,
+    glob: str = "",
     keep: Path | None = None,
 ) -> Result:
     """Run one trial in a folder of its own, which is kept in ``keep`` if something went wrong."""
     folder = Path(tempfile.mkdtemp(prefix=f"fault-{rotation}-{seed}-", dir=keep))
-    one = Trial(folder, rotation, seed, kills, busy, warm, torn)
+    one = Trial(folder, rotation, seed, kills, busy, warm, torn, glob)
     try:
         result = await one.run()
     except BaseException:
@@ -659,13 +680,15 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep logs, state and trace of failures")
     parser.add_argument("--torn", action="store_true", help="rotate also in the middle of a traceback")
     parser.add_argument("--cold", action="store_true", help="kill before the first position was saved, too")
+    parser.add_argument("--busy", type=float, default=1.0, help="below 1: shorter pauses and lives")
+    parser.add_argument("--glob", default="", help="what is read in the folder, as *.log*; default: vllm.log")
     args = parser.parse_args()
     if args.keep is not None:
         args.keep.mkdir(parents=True, exist_ok=True)
     failed = False
     for rotation in args.rotation:
         result = asyncio.run(
-            trial(rotation, args.seed, args.kills, warm=not args.cold, torn=args.torn, keep=args.keep)
+            trial(rotation, args.seed, args.kills, args.busy, not args.cold, args.torn, args.glob, args.keep)
         )
         print(result.says(), flush=True)
         failed = failed or bool(result.defects)

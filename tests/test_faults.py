@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
@@ -20,11 +21,13 @@ KILLS = 5
 LIVES = ("sampler_uni", "profile_uni", "preproc_survive")
 
 
-@pytest.mark.parametrize("rotation", ["rename", "copytruncate"])
-async def test_nothing_is_lost_or_doubled_over_kills_and_rotations(rotation: str) -> None:
+@pytest.mark.parametrize(("rotation", "glob"), [("rename", ""), ("copytruncate", "*.log*")])
+async def test_nothing_is_lost_or_doubled_over_kills_and_rotations(
+    rotation: str, glob: str, record_property: Callable[[str, object], None]
+) -> None:
     """Everything is counted once, though the sidecar is killed and its log rotated between any two lines."""
-    one = await trial(rotation, seed=1, kills=KILLS, busy=0.2, torn=True)
-    print(one.says())
+    one = await trial(rotation, seed=1, kills=KILLS, busy=0.2, torn=True, glob=glob)
+    record_property("counts", one.says())
     assert one.defects == [], one.says()
     assert one.lost() == (0, 0)
     assert one.seen == one.written

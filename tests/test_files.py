@@ -13,6 +13,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from exporter.sources import files
 from exporter.sources.files import FileSource
@@ -343,6 +344,26 @@ async def test_old_generations_are_read_before_new_ones(follow: Follow, tmp_path
         os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
     tail = await follow(tmp_path / "vllm.log*")
     assert tail.text == b"1\n" * 200_000 + b"2\n" * 200_000 + b"3\n" * 200_000
+    assert tail.in_a_row
+    assert tail.rotations == (0, 0, 0)
+
+
+async def test_packed_files_that_match(follow: Follow, tmp_path: Path) -> None:
+    """They are not read as logs, which is said once."""
+    (tmp_path / "vllm.log").write_bytes(b"one\n")
+    (tmp_path / "vllm.log.2.gz").write_bytes(b"packed\n")
+    with capture_logs() as said:
+        tail = await follow(tmp_path / "*.log*")
+        await tail.look(RESCAN)
+    assert tail.text == b"one\n"
+    assert said == [
+        {
+            "event": "packed files that match are not read",
+            "log_level": "info",
+            "source": str(tmp_path / "*.log*"),
+            "for_example": str(tmp_path / "vllm.log.2.gz"),
+        }
+    ]
 
 
 async def test_a_backlog_does_not_starve_other_files(follow: Follow, tmp_path: Path) -> None:
@@ -417,16 +438,61 @@ async def test_rename_under_a_glob_that_matches_both_names(follow: Follow, tmp_p
     assert len(tail.ended) == 3
 
 
-async def test_two_renames_between_two_looks(follow: Follow, tmp_path: Path) -> None:
+async def test_a_glob_while_nothing_is_at_the_path_of_the_log(follow: Follow, tmp_path: Path) -> None:
+    """Files that were rotated away are one text, from before the first look or not, also where no log took their place."""
+    log, copies = tmp_path / "vllm.log", [tmp_path / f"vllm.log.{number}" for number in range(5)]
+    for number, path in ((1, copies[2]), (2, copies[1])):
+        path.write_bytes(b"%d\n" % number)
+        os.utime(path, (number, number))
+    tail = await follow(tmp_path / "*.log*")
+    assert tail.text == b"1\n2\n"
+    copies[2].rename(copies[4])
+    copies[1].rename(copies[3])
+    for number, path in ((3, copies[2]), (4, copies[1])):
+        path.write_bytes(b"%d\n" % number)
+        os.utime(path, (number, number))
+    await tail.look(RESCAN)
+    assert tail.text == b"1\n2\n3\n4\n"
+    log.write_bytes(b"5\n")
+    await tail.look(RESCAN)
+    assert tail.text == b"1\n2\n3\n4\n5\n"
+    assert tail.in_a_row
+
+
+async def test_a_pattern_of_nothing_but_rotated_names(follow: Follow, tmp_path: Path) -> None:
+    """Without their log they are logs of their own."""
+    (tmp_path / "vllm.log").write_bytes(b"not meant\n")
+    for number in (1, 2):
+        (tmp_path / f"vllm.log.{number}").write_bytes(b"%d\n" % number)
+    tail = await follow(tmp_path / "vllm.log.*")
+    assert sorted(tail.streams.values()) == [b"1\n", b"2\n"]
+    assert {chunk.follows for chunk in tail.chunks} == {""}
+
+
+async def test_names_with_numbers_are_logs_of_their_own(follow: Follow, tmp_path: Path) -> None:
+    """Of ``server`` and ``server-1`` none was rotated: both are read while both are written."""
+    logs = tmp_path / "server", tmp_path / "server-1"
+    for log in logs:
+        log.write_bytes(log.name.encode() + b"\n")
+    tail = await follow(tmp_path / "server*")
+    for log in logs:
+        add(log, b"two\n")
+    await tail.look(RESCAN)
+    assert sorted(tail.streams.values()) == [b"server\ntwo\n", b"server-1\ntwo\n"]
+    assert {chunk.follows for chunk in tail.chunks} == {""}
+
+
+@pytest.mark.parametrize("pattern", ["vllm.log", "vllm.lo*[!s]"])
+async def test_two_renames_between_two_looks(follow: Follow, tmp_path: Path, pattern: str) -> None:
     """A generation that came and went while nobody looked is read between its neighbours."""
     log = tmp_path / "vllm.log"
     log.write_bytes(b"a\n")
-    tail = await follow(log)
+    tail = await follow(tmp_path / pattern)
     log.rename(tmp_path / "vllm.log.2")
     (tmp_path / "vllm.log.1").write_bytes(b"b\n")
     (tmp_path / "vllm.log.notes").write_bytes(b"not a generation\n")
     log.write_bytes(b"c\n")
-    await tail.look()
+    await tail.look(RESCAN)
     assert tail.text == b"a\nb\nc\n"
     assert tail.in_a_row
     assert tail.rotations == (2, 0, 0)
@@ -763,6 +829,20 @@ async def test_a_rename_during_a_stop_under_a_glob(follow: Follow, tmp_path: Pat
     assert next(iter(tail.streams)) in tokens
     assert tail.in_a_row
     assert tail.rotations[0] >= 1
+
+
+async def test_a_mark_that_names_the_rotated_file(follow: Follow, tmp_path: Path) -> None:
+    """Former versions took a rotated file that matches for a log of its own: it goes on, before its log."""
+    log, old = tmp_path / "vllm.log", tmp_path / "vllm.log.1"
+    old.write_bytes(b"one\n")
+    tokens = await (await follow(old)).stop()
+    assert str(old) in next(iter(tokens.values()))
+    add(old, b"two\n")
+    log.write_bytes(b"three\n")
+    tail = await follow(tmp_path / "*.log*", tokens)
+    assert tail.text == b"two\nthree\n"
+    assert next(iter(tail.streams)) in tokens
+    assert tail.in_a_row
 
 
 async def test_a_kill_while_draining(follow: Follow, tmp_path: Path) -> None:
@@ -1139,13 +1219,14 @@ class Load:
         """Lines read so far."""
         return sum(len(numbers) for numbers in self.got.values())
 
-    def check(self, name: str) -> None:
+    def check(self, name: str, record_property: Callable[[str, object], None]) -> None:
         """Every line was read once, in order, and no stream mixes generations."""
         written = self.generations * self.lines
         distinct = sum(len(set(numbers)) for numbers in self.got.values())
-        print(
+        record_property(
+            "counts",
             f"{name}: {written} written, {self.read} read, {written - distinct} lost,"
-            f" {self.read - distinct} doubled"
+            f" {self.read - distinct} doubled",
         )
         assert self.got == {generation: list(range(self.lines)) for generation in range(self.generations)}
         assert all(len(found) == 1 for found in self.by_stream.values())
@@ -1153,7 +1234,9 @@ class Load:
 
 
 @pytest.mark.parametrize("kind", ["rename", "truncate", "delete", "link"])
-async def test_every_line_exactly_once_under_load(tmp_path: Path, kind: str) -> None:
+async def test_every_line_exactly_once_under_load(
+    tmp_path: Path, kind: str, record_property: Callable[[str, object], None]
+) -> None:
     """A process writes and rotates as fast as it can: no line is lost, doubled or out of order."""
     load = Load(tmp_path / "logs" / "vllm.log", kind, *((40, 50_000) if LONG else (8, 3000)))
     source = FileSource(str(load.path))
@@ -1164,13 +1247,15 @@ async def test_every_line_exactly_once_under_load(tmp_path: Path, kind: str) -> 
             load.take(await anext(chunks))
         assert await writer.wait() == 0
     await chunks.aclose()  # type: ignore[attr-defined]
-    load.check(kind)
+    load.check(kind, record_property)
     assert sum(source.stats.rotations.values()) == load.generations - 1
 
 
 @pytest.mark.parametrize("pattern", ["vllm.log", "vllm.log*"])
 @pytest.mark.parametrize("kind", ["rename", "truncate"])
-async def test_kills_while_rotating(tmp_path: Path, kind: str, pattern: str) -> None:
+async def test_kills_while_rotating(
+    tmp_path: Path, kind: str, pattern: str, record_property: Callable[[str, object], None]
+) -> None:
     """Killed at random, between a chunk and its commit too, the exporter loses and doubles nothing."""
     random = Random(1)  # noqa: S311 - the same kills in every run
     load = Load(tmp_path / "logs" / "vllm.log", kind, *((60, 20_000) if LONG else (15, 4000)))
@@ -1191,4 +1276,4 @@ async def test_kills_while_rotating(tmp_path: Path, kind: str, pattern: str) -> 
             await chunks.aclose()  # type: ignore[attr-defined]
             kills += 1
         assert await writer.wait() == 0
-    load.check(f"{kind}, {pattern}, {kills} kills")
+    load.check(f"{kind}, {pattern}, {kills} kills", record_property)

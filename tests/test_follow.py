@@ -27,7 +27,7 @@ from exporter.analyze import Reader
 from exporter.diagnosis.history import History
 from exporter.diagnosis.knowledge import builtin_classes
 from exporter.follow import Follower
-from exporter.sources.stream import Chunk
+from exporter.sources.stream import Chunk, SourceStats
 from exporter.state import Store
 from exporter.status import TargetStatus
 
@@ -633,6 +633,29 @@ class TestRestart:
         assert (feed.counts.lines.total(), feed.counts.read_bytes[SOURCE]) == shown
         again = Feed(store)
         assert (again.counts.lines.total(), again.counts.read_bytes[SOURCE]) == shown
+        store.close()
+
+    def test_rotations_are_shown_with_the_save(self, tmp_path: Path) -> None:
+        """What a source counts is shown with the save that holds it, so no kill makes it fall; and is saved soon."""
+        store = Store(tmp_path)
+        store.open()
+        feed = Feed(store)
+        stats = SourceStats(SOURCE)
+        feed.status.sources = [stats]
+        stats.read_errors, stats.rotations["rename"] = 1, 2
+        assert not feed.one.stale
+        feed.tick()
+        assert feed.one.stale
+        assert (feed.counts.read_errors[SOURCE], feed.counts.rotations[SOURCE, "rename"]) == (0, 0)
+        store.save(feed.one)
+        stats.rotations["rename"] += 4  # nobody saves them before the kill
+        again = Feed(store)
+        for one in (feed, again):
+            assert (one.counts.read_errors[SOURCE], one.counts.rotations[SOURCE, "rename"]) == (1, 2)
+        feed.tick()
+        store.save(feed.one)
+        feed.tick()
+        assert (feed.counts.rotations[SOURCE, "rename"], feed.one.stale) == (6, False)
         store.close()
 
     def test_checkpoint(self, tmp_path: Path) -> None:

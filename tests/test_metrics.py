@@ -68,6 +68,8 @@ CONTRACT = [
     "vllm_oom_budget_ready",
     "vllm_oom_target_up",
     "vllm_oom_target_scrape_duration_seconds",
+    "vllm_oom_target_followed",
+    "vllm_oom_exporter_failures_total",
     "vllm_oom_log_lines_total",
     "vllm_oom_log_read_bytes_total",
     "vllm_oom_log_read_errors_total",
@@ -115,6 +117,7 @@ def filled_target() -> TargetStatus:
             fingerprints=Counter({"without_warn": 1}),
             lines=Counter({("/var/log/vllm/*.log", "parsed"): 1000, ("/var/log/vllm/*.log", "unparsed"): 7}),
             read_bytes=Counter({"/var/log/vllm/*.log": 123456}),
+            read_errors=Counter({"/var/log/vllm/*.log": 1}),
         ),
         last={
             "prefill_budget": LastIncident(
@@ -133,7 +136,7 @@ def filled_target() -> TargetStatus:
         engine_state="dead",
         engine_start_timestamp=1796055988.0,
         setting_changed={"max_num_batched_tokens": 1796055988.0},
-        sources=[SourceStats("/var/log/vllm/*.log", opened=True, read_errors=1, lag_bytes=512)],
+        sources=[SourceStats("/var/log/vllm/*.log", opened=True, lag_bytes=512)],
         last_line_timestamp={"/var/log/vllm/*.log": 1796056007.25},
         scrape_up=False,
         scrape_seconds=0.004,
@@ -195,6 +198,8 @@ def hostile() -> Status:
                     lines=Counter({(one, "parsed"): 1 for one in endless}),
                     read_bytes=Counter(dict.fromkeys(endless, 2)),
                     truncated=Counter(endless),
+                    read_errors=Counter(endless),
+                    rotations=Counter({(one, kind): 1 for one in endless for kind in ("rename", one)}),
                 ),
                 last={**dict.fromkeys(endless, last), **dict.fromkeys(CLASS_IDS, last)},
                 life=life,
@@ -202,7 +207,7 @@ def hostile() -> Status:
                 engine_state=evil,
                 engine_start_timestamp=math.nan,
                 setting_changed={**dict.fromkeys(endless, 1.0), **dict.fromkeys(metrics._CHANGEABLE, 1.0)},
-                sources=[SourceStats(one, rotations=dict.fromkeys(endless, 1)) for one in endless],
+                sources=[SourceStats(one) for one in endless],
                 last_line_timestamp=dict.fromkeys(endless, 1.0),
                 scrape_up=True,
                 scrape_seconds=1.0,
@@ -288,11 +293,26 @@ def test_unknown_gauges_are_absent() -> None:
         "vllm_oom_trigger_control_windows",
         "vllm_oom_trigger_verdict",
         "vllm_oom_confirmation",
+        "vllm_oom_target_followed",
+        "vllm_oom_exporter_failures_total",
         "vllm_oom_state_write_failures_total",
         "vllm_oom_config_last_reload_successful",
         "vllm_oom_exporter_build_info",
     }
     assert found['vllm_oom_engine_state{state="unknown"}'] == 1.0
+
+
+def test_of_a_target_that_is_not_followed() -> None:
+    """Whatever is still known of it is not of now, so only that it is not followed is shown."""
+    status = filled()
+    before = series(status)
+    status.targets[0].followed, status.targets[0].exporter_failures = False, 3
+    found = {
+        name: value for name, value in series(status).items() if name not in before or before[name] != value
+    }
+    gone = {name.partition("{")[0] for name in before} - {name.partition("{")[0] for name in series(status)}
+    assert found == {"vllm_oom_target_followed": 0.0, "vllm_oom_exporter_failures_total": 3.0}
+    assert gone == {one.name for one in metrics.TARGET_TABLE if not one.always}
 
 
 def test_a_gauge_vanishes_with_what_it_was_read_from() -> None:
@@ -365,8 +385,11 @@ def test_sources_beyond_the_cap_are_summed_up() -> None:
     names = [f"/log/{i}" for i in range(10)]
     target = TargetStatus(
         "default",
-        counts=Counts(read_bytes=Counter(dict.fromkeys([*names, "/from/an/older/configuration"], 10))),
-        sources=[SourceStats(name, lag_bytes=i, read_errors=1) for i, name in enumerate(names)],
+        counts=Counts(
+            read_bytes=Counter(dict.fromkeys([*names, "/from/an/older/configuration"], 10)),
+            read_errors=Counter(names),
+        ),
+        sources=[SourceStats(name, lag_bytes=i) for i, name in enumerate(names)],
     )
     found = series(Status(targets=[target]))
     read = {name: value for name, value in found.items() if "log_read_bytes_total" in name}

@@ -30,6 +30,8 @@ from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
 
+import structlog
+
 from .generation import (
     HEAD,
     LAST,
@@ -42,7 +44,8 @@ from .generation import (
     key_at,
     open_generation,
 )
-from .matching import MAX_FOUND, PACKED, Found, expand, is_plain, matches
+from .matching import MAX_FOUND, PACKED, ROTATED, Found, expand, is_plain, log_of, matches
+from .packed import find_packed
 from .stream import Chunk, SourceStats
 from .waker import DirectoryWaker, Waker
 
@@ -54,13 +57,15 @@ SCAN_SECONDS = 2.0
 DRAIN_SECONDS = 5.0
 """How long a file that was rotated away must be quiet, once the next one has data, to be done."""
 
+DAMAGE_SECONDS = 60.0
+"""How long it is told that a packed log is broken. It can't be mended, and the others are read."""
+
 _LOOKS = 20  # at files that are renamed meanwhile
 _MARKS = 2 * MAX_FOUND  # positions of files that are not open, kept so that none is read twice
 _MARKS_OF_INODE = 256  # every generation of a log that is copied and truncated has the same
 _RACY = 20_000_000  # ns; a directory may change again within one tick of its time stamp
 
-# app.log.1  app.log-20260730  0.log.20241010-132438  app.log.old
-_ROTATED = re.compile(r"[._-](?:\d[\dT:._+-]*Z?|old|prev|bak)")
+log = structlog.get_logger(__name__)
 
 
 class FileSource:
@@ -97,12 +102,15 @@ class FileSource:
         self._past: dict[int, dict[str, Mark]] = {}  # by inode and stream: files that are not open
         self._left: dict[str, list[Mark]] = {}  # by path: what was known when the exporter stopped
         self._searched = False
+        self._rotated: dict[str, dict[str, os.stat_result]] = {}  # by path of their log: what matches too
+        self._packed = ""
         self._judged: dict[Key, tuple[int, int]] = {}  # size and time of files with nothing for us
         self._names: dict[str, None] = {}  # every stream, so that no two share a name
         self._failing: dict[str, str] = {}
         self._ready: deque[Chunk] = deque()
         self._directories: dict[str, int] = {}
         self._crowded = False
+        self._damage = "", 0.0  # a packed log that is broken, and until when that is told
         self._scanned_at = 0  # ns since the epoch
         self._next_scan = self._next_check = self._not_before = self._now = clock()
 
@@ -269,6 +277,8 @@ class FileSource:
             self._take_name(stream)
             mark = Mark.parse(stream, token)
             if mark is not None:
+                if (path := self._log_of(mark.path)) is not None:  # it was taken for a log of its own once
+                    mark = replace(mark, path=path, real=os.path.realpath(path))
                 self._keep(mark)
                 self._left.setdefault(mark.path, []).append(mark)
 
@@ -321,6 +331,10 @@ class FileSource:
         for path, error in found.errors.items():
             self._fail(path, error)
         self._crowded = False
+        if found.packed and not self._packed:
+            self._packed = found.packed
+            log.info("packed files that match are not read", source=self.stats.name, for_example=self._packed)
+        before, self._rotated = self._rotated, self._take_rotated(found)
         families: dict[str, Generation] = {}
         # A known path finds what was renamed or copied from it, so it comes before its siblings, whose
         # names are longer. What is new comes older before younger, so that history is in order.
@@ -338,11 +352,65 @@ class FileSource:
             self._searched = True
             for path in [one for one in self._left if one not in found.files and one not in self._at]:
                 self._find_left(path)
+        for path, files in self._rotated.items():
+            if path not in found.files and _versions(files) != _versions(before.get(path, {})):
+                self._visit_rotated(path, files)
+            for rotated, status in files.items():
+                self._visit_late(rotated, status)
         closed = [path for path, one in self._at.items() if one.fd < 0]
         for path in closed[: -MAX_FOUND // 2]:
             del self._at[path]
         while len(self._judged) > _MARKS:
             del self._judged[next(iter(self._judged))]
+
+    def _log_of(self, path: str) -> str | None:
+        """Path of the log that a file was rotated away from, if that is read here as well."""
+        log_path = log_of(path)
+        return log_path if log_path is not None and matches(self._pattern, log_path) else None
+
+    def _take_rotated(self, found: Found) -> dict[str, dict[str, os.stat_result]]:
+        """Take files that were rotated away out of ``found``.
+
+        They are no logs of their own, though they match: they are found from the log that they were, as they
+        are where they don't match, and all files of a log are one text.
+        """
+        rotated: dict[str, dict[str, os.stat_result]] = {}
+        for path in tuple(found.files):
+            if (log_path := self._log_of(path)) is not None:
+                rotated.setdefault(log_path, {})[path] = found.files.pop(path)
+        return rotated
+
+    def _visit_rotated(self, path: str, files: dict[str, os.stat_result]) -> None:
+        """Look at what is left of a log that has no file at its path now."""
+        current = self._at.get(path)
+        if current is None and path not in self._left:
+            newest = max(files, key=lambda one: (files[one].st_mtime_ns, one))
+            new = self._admit(newest, (files[newest].st_dev, files[newest].st_ino))
+            if new is not None:
+                new.path, new.real = path, os.path.realpath(path)
+                self._take_over(path, new)
+        elif current is not None and current.fd >= 0:
+            missed = self._between(path, current.modified_now(), current, newest=True)
+            if missed:
+                self.stats.rotations["rename"] += len(missed)
+                current.changed_at = self._now
+                self._at[path] = missed[-1]
+                _succeed([current, *missed])
+
+    def _visit_late(self, path: str, status: os.stat_result) -> None:
+        """Go on in a file that was rotated away and read, and has grown since."""
+        marks = self._past.get(status.st_ino, {}).values()
+        if (status.st_dev, status.st_ino) in self._open or not any(
+            mark.offset < status.st_size for mark in marks
+        ):
+            return
+        with suppress(OSError):
+            one = open_generation(path)
+            if one is not None:
+                known = self._mark_of(one)
+                one.close()
+                if known is not None and known.offset < one.size:
+                    self._visit(path, status)
 
     def _visit(self, path: str, status: os.stat_result) -> Generation | None:
         """Look at what ``path`` leads to; the generation if it was opened now."""
@@ -466,7 +534,8 @@ class FileSource:
             if marks or before is not None:
                 self.stats.rotations[kind] += 1
             since = chain[-1].modified_now() if chain else max((mark.modified for mark in left), default=0)
-            missed = self._between(path, since, new) if since or self._history else []
+            wanted = since or self._history or path in self._rotated
+            missed = self._between(path, since, new) if wanted else []
             self.stats.rotations[kind] += len(missed) if since else 0
             chain += missed
             for one in missed:
@@ -493,9 +562,17 @@ class FileSource:
         _succeed(chain)
 
     def _find(self, mark: Mark) -> Generation | None:
-        """The file of ``mark`` under another name in the same directory, opened; or its copy."""
+        """The file of ``mark`` under another name in the same directory, opened; or its copy, packed perhaps."""
         moved = self._open_siblings(mark, lambda entry: entry.inode() == mark.inode)
-        return self._choose(moved, mark) or self._find_copy(mark)
+        return self._choose(moved, mark) or self._find_copy(mark) or self._find_packed(mark)
+
+    def _find_packed(self, mark: Mark) -> Generation | None:
+        packed = find_packed(mark, self._damaged)
+        if packed is None or packed.key in self._open:
+            return None
+        packed.changed_at = self._now
+        self._open[packed.key] = packed
+        return packed
 
     def _find_copy(
         self, mark: Mark, other: Callable[[Generation], bool] = lambda _: True
@@ -538,7 +615,7 @@ class FileSource:
         name = os.path.basename(new.real)
         near = replace(new.mark(), path=path)
         opened = self._open_siblings(
-            near, lambda e: e.name.startswith(name) and bool(_ROTATED.fullmatch(e.name[len(name) :]))
+            near, lambda e: e.name.startswith(name) and bool(ROTATED.fullmatch(e.name[len(name) :]))
         )
         # Once new has been rotated away itself, what is younger than new comes after it.
         until = None
@@ -613,6 +690,10 @@ class FileSource:
         if path in self._failing or len(self._failing) < MAX_FILES:
             self._failing[path] = _explain(path, error)
 
+    def _damaged(self, path: str, problem: str) -> None:
+        self.stats.read_errors += 1
+        self._damage = f"{path}: {problem}", self._now + DAMAGE_SECONDS
+
     def _tell(self) -> None:
         self.stats.lag_bytes = sum(max(one.size - one.offset, 0) for one in self._open.values())
         if self._failing:
@@ -623,6 +704,8 @@ class FileSource:
             self.stats.problem = (
                 f"{self.stats.name}: more than {self._max_files} files are being written; narrow the pattern"
             )
+        elif self._now < self._damage[1]:
+            self.stats.problem = self._damage[0]
         elif not self.stats.opened:
             self.stats.problem = f"{self.stats.name}: no such file yet; check the path if it should exist"
         else:
@@ -638,6 +721,11 @@ def _succeed(chain: list[Generation]) -> None:
         last.before, last.follows = None, ""
     for one, following in itertools.pairwise(chain):
         following.succeed(one)
+
+
+def _versions(files: Mapping[str, os.stat_result]) -> dict[str, tuple[int, int, int]]:
+    """What changes when one of the files does, or who may read it."""
+    return {path: (one.st_dev, one.st_ino, one.st_ctime_ns) for path, one in files.items()}
 
 
 def _modified(path: str) -> int:
@@ -656,6 +744,8 @@ def _kind(before: Generation | None, new: Generation, found: list[Generation], m
             links = os.fstat(before.fd).st_nlink
         stays = before.real != before.path and key_at(before.real) == before.key  # a link was swapped
         return "reopen" if links == 0 or stays else "rename"
+    if found and found[-1].copied and not found[-1].links:
+        return "rename"  # and packed, which freed its inode for the new file perhaps
     if any(mark.inode == new.key[1] for mark in marks) or (before is not None and before.key == new.key):
         return "truncate"
     if found:

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 
 MAX_FOUND = 4096  # files one look takes into account, the newest
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
+# app.log.1  app.log-20260730  0.log.20241010-132438  app.log.old
+ROTATED = re.compile(r"[._-](?:\d[\dT:._+-]*Z?|old|prev|bak)")
+_OF_LOG = re.compile(rf"(.*\.(?:log|out|err|txt)){ROTATED.pattern}")  # server-1 is another log than server
 _ENTRIES = 20_000  # directory entries one look may visit
 _DEPTH = 64  # directories that ** may go down
 
@@ -26,6 +29,7 @@ class Found:
     files: dict[str, os.stat_result] = field(default_factory=dict)
     directories: dict[str, int] = field(default_factory=dict)
     errors: dict[str, OSError] = field(default_factory=dict)
+    packed: str = ""  # one that matches, of those that are no logs as they are
     entries: int = 0
 
     def add_directory(self, path: str) -> None:
@@ -96,6 +100,13 @@ def matches(pattern: str, path: str) -> bool:
     return _fits(path.strip("/").split("/"), pattern.strip("/").split("/"))
 
 
+def log_of(path: str) -> str | None:
+    """The path that the file was at before a rotation, by its name; None if that does not tell."""
+    directory, name = os.path.split(path)
+    named = _OF_LOG.fullmatch(name)
+    return os.path.join(directory, named[1]) if named else None
+
+
 def _fits(names: list[str], parts: list[str]) -> bool:
     if not parts or not names:
         return not parts and not names
@@ -123,7 +134,9 @@ def _walk(directory: str, parts: list[str], found: Found, depth: int) -> None:
             if not fits(entry.name) or (entry.name.startswith(".") and not part.startswith(".")):
                 continue
             if not rest:
-                if not entry.name.endswith(PACKED):
+                if entry.name.endswith(PACKED):
+                    found.packed = entry.path
+                else:
                     found.add_file(entry.path)
             elif _is_directory(entry, links=True):
                 _walk(entry.path, rest, found, depth)

@@ -7,9 +7,12 @@ that survives restarts of the exporter, and never changes what it has said.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
+
+_ERRORS = "read errors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,10 @@ class Chunk:
 
 @dataclass(slots=True)
 class SourceStats:
-    """What a source says of itself; ``name`` is SOURCE as configured, never a matched path."""
+    """What a source says of itself; ``name`` is SOURCE as configured, never a matched path.
+
+    ``read_errors`` and ``rotations`` are those of this process, and only grow.
+    """
 
     name: str
     opened: bool = False
@@ -41,6 +47,18 @@ class SourceStats:
     rotations: dict[str, int] = field(default_factory=lambda: {"rename": 0, "truncate": 0, "reopen": 0})
     lag_bytes: int = 0
     problem: str | None = None
+    _taken: Counter[str] = field(default_factory=Counter)
+
+    def take_new(self) -> tuple[int, Counter[str]]:
+        """Read errors and rotations, by kind, since the last call."""
+        now = Counter({_ERRORS: self.read_errors, **self.rotations})
+        new, self._taken = now - self._taken, now
+        return new.pop(_ERRORS, 0), new
+
+    @property
+    def has_new(self) -> bool:
+        """Whether ``take_new`` would give any."""
+        return self.read_errors + sum(self.rotations.values()) != self._taken.total()
 
 
 class Source(Protocol):
