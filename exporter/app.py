@@ -1,7 +1,7 @@
 """The sidecar put together: targets, state, web server; started, supervised, reloaded, stopped.
 
 A task that ends unexpectedly takes the process down: a restart is seen by everyone, frozen
-numbers by nobody.
+numbers by nobody. Where there are several targets, one that fails is set aside instead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from .diagnosis.knowledge import FailureClass
 from .follow import TICK
 from .node.addresses import Addresses
 from .node.agent import NodeAgent
+from .node.aside import Aside
 from .notify.alerts import Links
 from .notify.outlets import Outlets, whose
 from .probe.on_start import Wanted
@@ -51,6 +53,7 @@ _SAVE_SECONDS = 1.0
 _IDLE_SECONDS = 1.0
 _RETRY_SECONDS = 10.0  # after the state could not be written
 _STOP_SECONDS = 2.0
+_FORGET_SECONDS = 60.0  # between two looks at saved targets that are gone
 _FIXED = (
     *("node", "node_match", "listen", "state_dir", "web_config_file", "web_enable_lifecycle"),
     *("web_hide_excerpts", "classes"),
@@ -80,6 +83,7 @@ class App:
         self._load = load
         self._targets: dict[str, Target] = {}
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+        self._aside = Aside()
         self._store = Store(config.state_dir) if config.state_dir else None
         self._retry_at = 0.0
         self._moved_aside: Path | None = None
@@ -217,16 +221,24 @@ class App:
             try:
                 self._store.load(target.follower)
             except StateError as error:
+                if target.config.name in self._aside.targets:
+                    raise  # it was counted from there on; from zero on would count all of it again
                 self._state_failed(error)
         target.alerts.resumed = target.follower.checkpoint is not None
         target.alerts.adopt()
         target.awake = self._awake
         self._targets[target.config.name] = target
-        self.status.targets = [one.status for one in self._targets.values()]
+        self._aside.begun(target.status, asyncio.get_running_loop().time())
+        self._show()
+
+    def _show(self) -> None:
+        aside = [one.status for one in self._aside.targets.values()]
+        self.status.targets = [one.status for one in self._targets.values()] + aside
 
     def _start(self, target: Target) -> None:
         for job in target.jobs(lambda: self._save(target)):
-            self._supervise(target.config.name, job)
+            task = self._supervise(target.config.name, self._run_alone(target, job))
+            task.add_done_callback(partial(_close, job))
 
     def _supervise(self, owner: str, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run ``job``; an exception in it ends the process."""
@@ -243,6 +255,62 @@ class App:
             self._crash = self._crash or error
             self._stop.set()
 
+    # --- targets that fail alone ----------------------------------------------------------------
+
+    def _spared(self, config: TargetConfig) -> bool:
+        """Whether a failure of one target leaves the others alone. Standard input can't be read again."""
+        return (self._node is not None or len(self._config.targets) > 1) and STDIN not in config.log
+
+    @contextlib.contextmanager
+    def _alone(self, target: Target) -> Iterator[None]:
+        """What fails in here is of that target, and nothing else is done with it before it is set aside."""
+        try:
+            yield
+        except Exception as error:
+            if not self._spared(target.config):
+                raise
+            if self._targets.get(target.config.name) is target:
+                self._set_aside(target.config, error)
+            else:
+                log.exception("a target crashed at its end", target=target.config.name)
+
+    async def _run_alone(self, target: Target, job: Coroutine[Any, Any, None]) -> None:
+        with self._alone(target):
+            await job
+
+    def _begin(self, config: TargetConfig, built: Target | None = None) -> None:
+        try:
+            self._add(target := built or self._build(config))
+            self._start(target)
+        except Exception as error:
+            if not self._spared(config):
+                raise
+            self._set_aside(config, error)
+
+    def _set_aside(self, config: TargetConfig, error: Exception) -> None:
+        """Forget what is in memory of it, which may be half of something. What was saved is whole."""
+        now, name = asyncio.get_running_loop().time(), config.name
+        target, before = self._targets.pop(name, None), self._aside.targets.get(name)
+        for task in self._tasks.pop(name, []):
+            if task is not asyncio.current_task():
+                task.cancel()
+        if target is not None:
+            target.alerts.release()
+        shown = target or before
+        # the text of an error may hold what a client sent: it is for our own log alone
+        pause = self._aside.put(config, shown.status if shown else None, type(error).__name__, now)
+        log.error(
+            "a target crashed and is not followed; the others are", target=name,
+            error=f"{type(error).__name__}: {error}", again_in_seconds=pause, exc_info=error,
+        )  # fmt: skip
+        self._show()
+
+    def _begin_anew(self) -> None:
+        for config in self._aside.due(asyncio.get_running_loop().time()):
+            self._begin(config)
+            if config.name in self._targets:
+                log.info("a target is followed again", target=config.name)
+
     # --- running --------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
@@ -251,8 +319,10 @@ class App:
         while True:
             await self._pause()
             self.status.alive = now = loop.time()
-            for target in self._targets.values():
-                target.tick()
+            for target in [*self._targets.values()]:
+                with self._alone(target):
+                    target.tick()
+            self._begin_anew()
             looked = self._node is None or self._node.looked
             if looked and not self.status.ready and all(one.opened for one in self._targets.values()):
                 self.status.ready = True
@@ -260,9 +330,10 @@ class App:
             due = now >= save_at
             if due:
                 save_at = now + _SAVE_SECONDS
-            for target in self._targets.values():
+            for target in [*self._targets.values()]:
                 if target.follower.urgent or (due and target.follower.stale):
-                    self._save(target)
+                    with self._alone(target):
+                        self._save(target)
             self._say_problems()
 
     async def _pause(self) -> None:
@@ -305,19 +376,36 @@ class App:
 
     async def _follow(self, node: NodeAgent) -> None:
         """Targets come and go with the pods of the node."""
+        forget_at = 0.0
         while True:
             changes = await node.look()
             for name in changes.ended:
-                self._remove(name, self._targets[name])
+                self._remove(name)
+                self._aside.forget(name)
                 log.info("a container is no longer followed", target=name)
             for one in changes.appeared:
-                self._add(target := self._build(one))
-                self._start(target)
-                log.info("a container is followed", target=one.name)
+                self._begin(one)
+                if one.name in self._targets:
+                    log.info("a container is followed", target=one.name)
                 await asyncio.sleep(0)
-            self.status.targets = [one.status for one in self._targets.values()]
+            self._show()
             self.status.node_containers = node.counts
+            if node.looked and asyncio.get_running_loop().time() >= forget_at:
+                forget_at = asyncio.get_running_loop().time() + _FORGET_SECONDS
+                self._forget(node)
             await asyncio.sleep(node.pause)
+
+    def _forget(self, node: NodeAgent) -> None:
+        """Pods come under new names for ever: what is saved of those that are gone has to end."""
+        if self._store is None or not self._store.is_open:
+            return
+        try:
+            gone = self._store.forget({*self._targets, *self._aside.targets, *map(str, node.tree.followed)})
+        except StateError as error:
+            self._state_failed(error)
+        else:
+            if gone:
+                log.info("what was saved of targets that are gone is dropped", targets=gone)
 
     async def _locate(self, node: NodeAgent) -> None:
         """Where the servers of the node answer, as long as their pods are there."""
@@ -329,8 +417,9 @@ class App:
                 node.changed.clear()
                 there = {name for name in self._targets if not node.is_gone(name)}
                 pause = await addresses.look(there)
-                for name, target in self._targets.items():
-                    target.point_to(None if node.is_gone(name) else addresses.found.get(name))
+                for name, target in [*self._targets.items()]:
+                    with self._alone(target):
+                        target.point_to(None if node.is_gone(name) else addresses.found.get(name))
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(node.changed.wait(), pause)
         finally:
@@ -368,6 +457,7 @@ class App:
             if getattr(new, name) != getattr(self._config, name):
                 return f"{name} can't change while running; restart to change it"
         followed = [one.config for one in self._targets.values()]
+        followed += [one.config for one in self._aside.targets.values()]
         targets = new.targets if self._node is None else followed
         wanted = {one.name: one for one in targets}
         again = any(getattr(new, one) != getattr(self._config, one) for one in _OF_EVERY_TARGET)
@@ -393,19 +483,21 @@ class App:
             target.alerts.adopt()
         for name, target in list(self._targets.items()):
             if again or wanted.get(name) != target.config:
-                self._remove(name, target)
+                self._remove(name)
+        for name in [one.name for one in followed if one.name not in wanted]:
+            self._aside.forget(name)
         for target in built:
-            self._add(target)
-            self._start(target)
-        self.status.targets = [one.status for one in self._targets.values()]
+            self._begin(target.config, target)
+        self._show()
         return None
 
-    def _remove(self, name: str, target: Target) -> None:
+    def _remove(self, name: str) -> None:
         for task in self._tasks.pop(name, []):
             task.cancel()
-        self._save(target)
-        target.alerts.release()
-        del self._targets[name]
+        if (target := self._targets.pop(name, None)) is not None:
+            with self._alone(target):
+                self._save(target)
+            target.alerts.release()
 
     # --- stopping -------------------------------------------------------------------------------
 
@@ -419,8 +511,9 @@ class App:
             await asyncio.wait(tasks, timeout=_STOP_SECONDS)
         self._retry_at = 0.0
         if runner is not None:  # else another one may be at work, and know more than we do
-            for target in self._targets.values():
-                self._save(target)
+            for target in [*self._targets.values()]:
+                with self._alone(target):
+                    self._save(target)
         if self._node is not None:
             self._node.close()
         if self._store is not None:
@@ -431,6 +524,10 @@ class App:
                     await runner.cleanup()
                 if self._session is not None:
                     await self._session.close()
+
+
+def _close(job: Coroutine[Any, Any, None], _: asyncio.Task[None]) -> None:
+    job.close()  # it was never begun, where its task was cancelled at once
 
 
 def _probe_wanted(config: Config) -> Wanted | None:

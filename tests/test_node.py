@@ -215,6 +215,44 @@ async def test_every_incident_is_at_its_pod(tmp_path: Path) -> None:
         assert samples['vllm_oom_node_containers{state="vllm"}'] == ENGINES - 1
 
 
+async def test_a_log_that_was_packed_meanwhile(tmp_path: Path) -> None:
+    """A failure that is torn over a killed exporter and two rotations is counted, with its torn half packed."""
+    async with node(tmp_path) as one:
+        engines = [PodLog(one.root, "prod", f"llama-{number}") for number in range(3)]
+        torn = {}
+        for number, engine in enumerate(engines):
+            whole, split = itertools.islice(pieces(number + 1, LIVES, traffic=False), 2)
+            before, after = halves(split)
+            engine.write(whole.data + before)
+            torn[engine.name] = after.splitlines(keepends=True)
+        await one.start()
+        await one.has_read(engines)
+        await one.sidecar.kill(signal.SIGKILL)
+        for engine in engines:
+            rest = torn[engine.name]
+            engine.write(b"".join(rest[: len(rest) // 2]))
+            aside = engine.rotate()
+            engine.write(b"".join(rest[len(rest) // 2 :]))
+            engine.rotate()
+            engine.pack(aside)
+        await one.start()
+        await one.has_read(engines)
+
+        def wrong(samples: dict[str, float]) -> list[str]:
+            found = of_pods(samples)
+            return [
+                text for engine in engines for text in engine.counts.differences(counted(found[engine.name]))
+            ]
+
+        await one.until(wrong)
+        await asyncio.sleep(1.5)  # what is counted twice comes late
+        samples = await metrics(one.session, one.base)
+        assert wrong(samples) == []
+        assert [read_bytes(of_pods(samples)[engine.name]) for engine in engines] == [
+            len(engine.text) for engine in engines
+        ]
+
+
 async def test_a_flood_starves_nobody(tmp_path: Path) -> None:
     """A server that writes 60 MB at once does not keep the failure of another waiting."""
     async with node(tmp_path) as one:
