@@ -2,7 +2,7 @@
 
 The real command runs on a simulated ``/var/log/pods``. For each number of servers: CPU of the process
 while all of them are silent, and while each writes 100 lines a second; its memory; how long one
-scrape of ``/metrics`` takes; and how long after the first line of a failure, under that load, the
+scrape of ``/metrics`` takes, and how long another request waits meanwhile; and how long after the first line of a failure, under that load, the
 counter of its pod has moved. Nothing is asserted: figures depend on the machine.
 """
 
@@ -100,6 +100,30 @@ async def latency(
     return found
 
 
+async def scrape(base: str, session: aiohttp.ClientSession) -> tuple[float, float, int]:
+    """Seconds of one scrape, the longest answer to another request meanwhile, and the size of the scrape."""
+    waited = [0.0]
+
+    async def others() -> None:
+        while True:
+            begin = time.monotonic()
+            async with session.get(f"{base}/-/healthy") as response:
+                await response.read()
+            waited.append(time.monotonic() - begin)
+
+    async with asyncio.TaskGroup() as group:
+        asking = group.create_task(others())
+        await asyncio.sleep(0.1)
+        del waited[1:]
+        begin = time.monotonic()
+        async with session.get(f"{base}/metrics") as response:
+            size = len(await response.read())
+        took = time.monotonic() - begin
+        await asyncio.sleep(0.1)  # an answer that was waited for comes
+        asking.cancel()
+    return took, max(waited), size
+
+
 async def measure(count: int, seconds: float, failures: int) -> list[str]:
     """One column of the table."""
     with tempfile.TemporaryDirectory(prefix="node-") as name:
@@ -126,19 +150,15 @@ async def measure(count: int, seconds: float, failures: int) -> list[str]:
                 writing = asyncio.create_task(busy(engines, 3600))
                 late = await latency(base, session, engines, failures)
                 writing.cancel()
-                scrapes = []
-                for _ in range(5):
-                    begin = time.monotonic()
-                    async with session.get(f"{base}/metrics") as response:
-                        size = len(await response.read())
-                    scrapes.append(time.monotonic() - begin)
+                scrapes = [await scrape(base, session) for _ in range(5)]
                 peak = rss(pid, "VmHWM")
             finally:
                 await sidecar.kill(signal.SIGTERM)
     return [
         f"{started:.2f} s", f"{idle:.2%}", f"{load:.1%}", f"{memory:.0f} MB", f"{peak:.0f} MB",
         f"{statistics.median(late) * 1e3:.0f} ms", f"{quantile(late, 1.0) * 1e3:.0f} ms",
-        f"{statistics.median(scrapes) * 1e3:.0f} ms", f"{size / 1e3:.0f} kB",
+        f"{statistics.median(one[0] for one in scrapes) * 1e3:.0f} ms",
+        f"{statistics.median(one[1] for one in scrapes) * 1e3:.0f} ms", f"{scrapes[-1][2] / 1e3:.0f} kB",
     ]  # fmt: skip
 
 
@@ -157,6 +177,7 @@ ROWS = (
     "first line of a failure to counter, median",
     "first line of a failure to counter, longest",
     "one scrape of /metrics",
+    "another request meanwhile, longest wait",
     "its size",
 )
 
