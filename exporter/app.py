@@ -22,13 +22,13 @@ import structlog
 from aiohttp import web
 
 from . import logs
+from .aside import Aside
 from .config import KUBERNETES, STDIN, Config, ConfigError, TargetConfig
 from .device import Devices
 from .diagnosis.knowledge import FailureClass
 from .follow import TICK
 from .node.addresses import Addresses
 from .node.agent import NodeAgent
-from .node.aside import Aside
 from .notify.alerts import Links
 from .notify.outlets import Outlets, whose
 from .probe.on_start import Wanted

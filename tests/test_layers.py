@@ -11,7 +11,7 @@ ROOT = Path(exporter.__file__).parent
 ORDER = (
     *("plain", "records", "sources", "vllm", "diagnosis", "document", "analyze", "report"),
     *("config", "logs", "status", "scrape", "engine_state", "follow", "state", "metrics", "web"),
-    *("notify", "device", "probe", "target", "node", "app", "cli"),
+    *("notify", "device", "probe", "target", "node", "aside", "app", "cli"),
 )
 PURE = ("vllm", "diagnosis")
 IO_MODULES = {

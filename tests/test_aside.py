@@ -15,9 +15,9 @@ from test_app import NOBODY, Events, Inside, Metrics, inside, log, logged, sessi
 from test_incident import dead, fatal, later, start
 
 from exporter.app import EXIT_CRASHED
+from exporter.aside import PAUSES, PROVEN, Aside
 from exporter.config import Config, TargetConfig, load
 from exporter.follow import Follower
-from exporter.node.aside import PAUSES, PROVEN, Aside
 from exporter.state import StateError, Store
 from exporter.status import TargetStatus, unready
 
@@ -160,7 +160,7 @@ class TestApplication:
 
     @pytest.fixture(autouse=True)
     def _pauses(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("exporter.node.aside.PAUSES", (0.3, 3600.0))
+        monkeypatch.setattr("exporter.aside.PAUSES", (0.3, 3600.0))
 
     async def test_the_others_go_on(
         self, session: aiohttp.ClientSession, tmp_path: Path, logged: Events, monkeypatch: pytest.MonkeyPatch

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config import TargetConfig
-from ..sources.stream import SourceStats
-from ..status import TargetStatus
+from .config import TargetConfig
+from .sources.stream import SourceStats
+from .status import TargetStatus
 
 PAUSES = (1.0, 5.0, 15.0, 60.0, 3600.0)
 """Seconds until a target is begun anew, by how often it failed in a row: what does not pass within a
