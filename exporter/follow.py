@@ -12,10 +12,9 @@ The same ``History`` as in ``analyze``, with three things a finite log does not 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
 from typing import Any
@@ -29,11 +28,10 @@ from .diagnosis.trigger import from_plain as event_from_plain
 from .document import incident_document, life_document, outlook
 from .plain import whole
 from .records import Failure, Incident, Life, Record, line_number, numbered, stream_number
-from .sources.framing import Framing
-from .sources.scan import Given, Scanner
+from .sources.scan import Given
 from .sources.stream import Chunk
 from .status import Counts, LastIncident, TargetStatus
-from .vllm.log import LogParser
+from .streams import ASIDE_TICKS, Stream, StreamState, Text, in_parts
 from .vllm.signals import signals
 
 TICK = 0.1
@@ -45,10 +43,8 @@ _TERMINAL_TICKS = 3
 _SETTLE_TICKS = 10  # one second
 _SURVIVED_TICKS = 51  # five seconds: no failure of that allocation will be logged any more
 _CHECKPOINT_TICKS = 20
-_ASIDE_TICKS = 100  # lines kept aside may be the first of a life; what says so follows in seconds
 _JUDGE_TICKS = 10
 _REPLAY_BYTES = 64 << 20  # what a restart may have to read again, at most
-_KEPT_TURNS = 1000  # of files that are written by turns
 _KEPT_DONE = 16  # logs whose last file is gone and the next one not there yet
 KNOWN = 3000
 """What was counted, kept in memory: as much as a restart can have to read again, and some more."""
@@ -76,97 +72,11 @@ class Known:
 
 
 @dataclass(slots=True)
-class StreamState:
-    """How far one stream was read: where to go on (``token`` …), and what was counted."""
-
-    source: str
-    token: str = ""
-    lines: int = 0
-    parser: Mapping[str, Any] | None = None
-    counted_lines: int = 0
-    errors: set[int] = field(default_factory=set)  # lines behind the checkpoint that were counted
-
-
-@dataclass(slots=True)
 class Checkpoint:
     """Where a restart goes on: streams, and the lives at that moment."""
 
     streams: dict[str, StreamState]
     history: Mapping[str, Any]
-
-
-class _Log:
-    """One text: of one stream, or of several where one goes on with what another began.
-
-    A rotation may fall between any two lines, so what is open, what the scan kept aside and what
-    the parser knows outlives the file it came from. A line is known by a number that holds its
-    stream, since a record may have lines of two.
-    """
-
-    def __init__(self, latest: datetime, parser: Mapping[str, Any] | None) -> None:
-        self.scanner = Scanner()
-        self.framing = Framing()
-        self.parser = LogParser(latest)
-        if parser is not None:
-            self.parser.restore(parser)
-        self.writing: _Stream | None = None
-        """The stream that brought the last lines."""
-        self._turns: list[tuple[int, int]] = []  # first line of a turn as the scan counts, what to add
-        self.quiet = 0  # ticks without a line worth parsing
-        self.silent = 0  # ticks without any line
-        self.given = False  # lines since the last look at open records
-        self.live = False  # what comes now was written now
-        self.aside = _ASIDE_TICKS  # ticks since the scanner kept lines aside
-
-    @property
-    def open(self) -> bool:
-        return self.parser.open or self.framing.waiting
-
-    def told(self, number: int) -> bool:
-        """Whether everything up to that line was handed on: what is open, if anything, came later."""
-        since = (self.framing.waiting_since, self.parser.open_since)
-        return all(one is None or one > number for one in since)
-
-    @property
-    def truncated(self) -> int:
-        return self.scanner.truncated + self.framing.truncated
-
-    def turn_to(self, stream: _Stream) -> None:
-        """The next lines are of ``stream``."""
-        self.writing = stream
-        seen = self.scanner.lines
-        self._turns.append((seen + 1, numbered(stream.number, stream.lines) - seen))
-        del self._turns[:-_KEPT_TURNS]
-
-    def number(self, line: int) -> int:
-        """The number of a line that the scan counts as ``line``: it may be of an earlier turn."""
-        at = bisect_right(self._turns, line, key=lambda turn: turn[0]) - 1
-        return line + self._turns[max(at, 0)][1]
-
-
-class _Stream:
-    """One stream being read. ``number`` counts the streams of this process."""
-
-    def __init__(self, name: str, number: int, source: str, before: StreamState, log: _Log) -> None:
-        self.name = name
-        self.number = number
-        self.source = source
-        self.before = before
-        """Where a restart goes on as long as no checkpoint knows the stream."""
-        self.log = log
-        self.follows = ""
-        self.lines = before.lines
-        self.token = before.token
-        self.counted_lines = before.counted_lines
-        self.errors = set(before.errors)
-        self.ended = False
-
-    @property
-    def parser(self) -> LogParser:
-        return self.log.parser
-
-    def state(self) -> StreamState:
-        return StreamState(self.source, self.token, self.lines, self.parser.snapshot(), self.counted_lines)
 
 
 class Follower:
@@ -188,11 +98,11 @@ class Follower:
         self._classes = classes
         self._now = now
         self._history = History(classes, self._stream_of)
-        self._streams: dict[str, _Stream] = {}
-        self._numbered: dict[int, _Stream] = {}  # those of ``_streams``
+        self._streams: dict[str, Stream] = {}
+        self._numbered: dict[int, Stream] = {}  # those of ``_streams``
         self._names: dict[int, str] = {}  # also of streams that are done: incidents name their lines
         self._begun = 0
-        self._done: dict[str, _Log] = {}  # logs of streams that ended, for whatever follows them
+        self._done: dict[str, Text] = {}  # logs of streams that ended, for whatever follows them
         self._saved: dict[str, StreamState] = {}
         self.known: dict[str, Known] = {}
         self.events: dict[str, float] = {}
@@ -306,40 +216,40 @@ class Follower:
     def take(self, source: str, chunk: Chunk, at: float) -> None:
         """Read the next lines of one stream. ``at``: seconds since the epoch."""
         stream = self._streams.get(chunk.stream) or self._begin(source, chunk)
-        log = stream.log
-        if log.writing is not stream:
-            if log.writing is not None:
-                self._read(log.writing, log.scanner.finish())
-            log.turn_to(stream)
+        text = stream.text
+        if text.writing is not stream:
+            if text.writing is not None:
+                self._read(text.writing, text.scanner.finish())
+            text.turn_to(stream)
         failures = self.failures
-        for data in _parts(chunk.data, stream.counted_lines - stream.lines):
-            self._read(stream, log.scanner.feed(data), len(data))
+        for data in in_parts(chunk.data, stream.counted_lines - stream.lines):
+            self._read(stream, text.scanner.feed(data), len(data))
         stream.token = chunk.token
         if chunk.ended:
             stream.ended = True
-            self._read(stream, log.scanner.finish())
+            self._read(stream, text.scanner.finish())
         if chunk.data:
-            log.silent = 0
+            text.silent = 0
             self.status.last_line_timestamp[source] = at
             self._bytes_since += len(chunk.data)
         self.changed = self.stale = True
-        self._look(log)
+        self._look(text)
         if self.failures != failures:
             # by our clock: that of the log may be in another zone
-            self._failed_at = at if log.live else None
+            self._failed_at = at if text.live else None
         self._update()
 
-    def _begin(self, source: str, chunk: Chunk) -> _Stream:
+    def _begin(self, source: str, chunk: Chunk) -> Stream:
         """A stream that this process had no chunk of."""
         before = self._saved.pop(chunk.stream, None) or StreamState(source, chunk.begin)
-        log = self._log_before(chunk)
-        if log is None:
+        text = self._text_before(chunk)
+        if text is None:
             first = self._saved.get(chunk.follows)
-            log = _Log(self._now(), before.parser or (first.parser if first else None))
+            text = Text(self._now(), before.parser or (first.parser if first else None))
         for other in self._streams.values():
-            if other.source == source and other.log is not log:
-                self._flush(other.log)  # what was open there comes before what is here
-        stream = _Stream(chunk.stream, self._begun, source, before, log)
+            if other.source == source and other.text is not text:
+                self._flush(other.text)  # what was open there comes before what is here
+        stream = Stream(chunk.stream, self._begun, source, before, text)
         stream.follows = chunk.follows
         self._begun += 1
         self._streams[chunk.stream] = self._numbered[stream.number] = stream
@@ -349,28 +259,28 @@ class Follower:
         self.urgent = True  # from now on it can be found again
         return stream
 
-    def _log_before(self, chunk: Chunk) -> _Log | None:
-        """The log that a new stream goes on with, if it is being read."""
+    def _text_before(self, chunk: Chunk) -> Text | None:
+        """The text that a new stream goes on with, if it is being read."""
         if chunk.follows in self._streams:
-            return self._streams[chunk.follows].log
+            return self._streams[chunk.follows].text
         if chunk.follows in self._done:
             return self._done.pop(chunk.follows)
         # late lines for a file that was rotated away, and the next one was read before, since a restart
-        return next((one.log for one in self._streams.values() if one.follows == chunk.stream), None)
+        return next((one.text for one in self._streams.values() if one.follows == chunk.stream), None)
 
     def _stream_of(self, number: int) -> str:
         return self._names.get(stream_number(number), "")
 
-    def _read(self, stream: _Stream, lines: Iterable[Given], size: int = 0) -> None:
+    def _read(self, stream: Stream, lines: Iterable[Given], size: int = 0) -> None:
         """``lines``, out of ``size`` bytes, are either all behind what was counted, or all new."""
-        log, counts, source = stream.log, self._read_since, stream.source
-        scanner, parser = log.scanner, log.parser
+        text, counts, source = stream.text, self._read_since, stream.source
+        scanner, parser = text.scanner, text.parser
         kept_aside, before, unparsed, truncated = (
-            scanner.kept_aside, scanner.lines, parser.unparsed, log.truncated,
+            scanner.kept_aside, scanner.lines, parser.unparsed, text.truncated,
         )  # fmt: skip
-        self._give(log, lines)
+        self._give(text, lines)
         if scanner.kept_aside != kept_aside:
-            log.aside = 0
+            text.aside = 0
         new = scanner.lines - before
         stream.lines += new
         if stream.lines - new < stream.counted_lines:
@@ -379,21 +289,21 @@ class Follower:
         counts.lines[source, "parsed"] += new - odd
         counts.lines[source, "unparsed"] += odd
         counts.read_bytes[source] += size
-        counts.truncated[source] += log.truncated - truncated
+        counts.truncated[source] += text.truncated - truncated
         stream.counted_lines = stream.lines
 
-    def _give(self, log: _Log, lines: Iterable[Given]) -> None:
+    def _give(self, text: Text, lines: Iterable[Given]) -> None:
         for number, raw, traffic in lines:
             if traffic is None:
-                log.quiet = 0
-                log.given = True
-            for line in log.framing.feed(log.number(number), raw, traffic):
-                self._records(log.parser.feed(line))
+                text.quiet = 0
+                text.given = True
+            for line in text.framing.feed(text.number(number), raw, traffic):
+                self._records(text.parser.feed(line))
 
-    def _flush(self, log: _Log) -> None:
-        for line in log.framing.flush():
-            self._records(log.parser.feed(line))
-        self._records(log.parser.flush())
+    def _flush(self, text: Text) -> None:
+        for line in text.framing.flush():
+            self._records(text.parser.feed(line))
+        self._records(text.parser.flush())
 
     def _records(self, records: Iterable[Record]) -> None:
         for record in records:
@@ -406,12 +316,12 @@ class Follower:
                 self._count_errors(self._history.error_lines)
                 self._history.error_lines.clear()
 
-    def _look(self, log: _Log) -> None:
+    def _look(self, text: Text) -> None:
         """Count error lines of records that are not complete yet: alerts wait for nothing."""
-        if not log.given or not log.open:
+        if not text.given or not text.open:
             return
-        log.given = False
-        for record in log.parser.peek():
+        text.given = False
+        for record in text.parser.peek():
             if record.level in ("", "ERROR", "CRITICAL"):
                 self._count_errors(signal.line for signal in signals(record) if isinstance(signal, Failure))
 
@@ -430,21 +340,21 @@ class Follower:
         """A tenth of a second went by, during which the caller was able to read."""
         self._ticks += 1
         self.stale = self.stale or any(stats.has_new for stats in self.status.sources)
-        for log in self._logs:
+        for text in self._texts:
             if self._ticks % 36_000 == 0:
-                log.parser.until(self._now())
-            log.quiet += 1
-            log.silent += 1
-            log.live = log.live or log.silent >= _RECORD_TICKS
-            log.aside += 1
-            if not log.open:
+                text.parser.until(self._now())
+            text.quiet += 1
+            text.silent += 1
+            text.live = text.live or text.silent >= _RECORD_TICKS
+            text.aside += 1
+            if not text.open:
                 continue
-            if log.quiet >= _SETTLE_TICKS:
-                self._flush(log)
-            elif log.quiet >= _RECORD_TICKS and (
-                log.silent >= _RECORD_TICKS or log.quiet >= _BUSY_RECORD_TICKS
+            if text.quiet >= _SETTLE_TICKS:
+                self._flush(text)
+            elif text.quiet >= _RECORD_TICKS and (
+                text.silent >= _RECORD_TICKS or text.quiet >= _BUSY_RECORD_TICKS
             ):
-                self._records(log.parser.rest())
+                self._records(text.parser.rest())
             self._update()
         if self._history.activity != self._activity:
             self._activity, self._silent_ticks = self._history.activity, 0
@@ -473,8 +383,8 @@ class Follower:
 
     def finish(self) -> None:
         """The input is finite and ended."""
-        for log in self._logs:
-            self._flush(log)
+        for text in self._texts:
+            self._flush(text)
         self._history.finish()
         self._update(settled=True)
         self._near_misses(quiet=True)
@@ -507,21 +417,21 @@ class Follower:
         for name, state in checkpoint.streams.items():
             if (stream := self._streams.get(name)) is None:
                 continue
-            if not stream.log.told(numbered(stream.number, state.lines)):
+            if not stream.text.told(numbered(stream.number, state.lines)):
                 continue  # what is open would count its lines again
             stream.errors = {n for n in stream.errors if n > state.lines}
             # where it went on meanwhile, the next checkpoint is the first that has its end
             if stream.ended and state.token == stream.token:
                 self._forget(stream, state)
 
-    def _forget(self, stream: _Stream, state: StreamState) -> None:
-        """The stream has ended. What follows it may be yet to come, and goes on with its log."""
+    def _forget(self, stream: Stream, state: StreamState) -> None:
+        """The stream has ended. What follows it may be yet to come, and goes on with its text."""
         name = stream.name
         del self._streams[name], self._numbered[stream.number]
-        followed = any(one.log is stream.log for one in self._streams.values())
+        followed = any(one.text is stream.text for one in self._streams.values())
         self._ended[name] = self._saved[name] = replace(state, parser=None) if followed else state
         if not followed:
-            self._done[name] = stream.log
+            self._done[name] = stream.text
         if len(self._done) > _KEPT_DONE:
             oldest = next(iter(self._done))
             del self._done[oldest]
@@ -531,13 +441,13 @@ class Follower:
             del self._saved[next(iter(self._saved))]
 
     @property
-    def _logs(self) -> Iterable[_Log]:
-        return dict.fromkeys(one.log for one in self._streams.values())
+    def _texts(self) -> Iterable[Text]:
+        return dict.fromkeys(one.text for one in self._streams.values())
 
     @property
     def _undecided(self) -> bool:
         """Whether lines that were read may still become part of something."""
-        return any(log.open or log.aside < _ASIDE_TICKS for log in self._logs)
+        return any(text.open or text.aside < ASIDE_TICKS for text in self._texts)
 
     def _moment(self) -> Checkpoint:
         streams = {name: stream.state() for name, stream in self._streams.items()}
@@ -731,16 +641,6 @@ class Follower:
             del self.new_events[next(iter(self.new_events))]
         self.urgent = True
         return True
-
-
-def _parts(data: bytes, lines: int) -> Iterable[bytes]:
-    """``data`` cut behind its first ``lines`` lines, where that falls inside it."""
-    if not 0 < lines < data.count(b"\n"):
-        return (data,)
-    at = -1
-    for _ in range(lines):
-        at = data.find(b"\n", at + 1)
-    return (data[: at + 1], data[at + 1 :])
 
 
 def _number(value: object) -> float | None:

@@ -21,8 +21,9 @@ from typing import Any
 from .diagnosis.exposure import Window
 from .diagnosis.ledger import KEPT_WINDOWS, KINDS
 from .diagnosis.trigger import to_plain as event_plain
-from .follow import KEPT_STREAMS, KNOWN, RECENT, SHOWN_INCIDENTS, Checkpoint, Follower, Known, StreamState
+from .follow import KEPT_STREAMS, KNOWN, RECENT, SHOWN_INCIDENTS, Checkpoint, Follower, Known
 from .status import Counts, LastIncident, OpenAlert, TargetStatus
+from .streams import StreamState
 from .vllm.log import LogParser
 
 SCHEMA = 2

@@ -20,9 +20,10 @@ from exporter import app as app_module
 from exporter import state
 from exporter.config import load
 from exporter.diagnosis.exposure import Window
-from exporter.follow import Follower, Known, StreamState
+from exporter.follow import Follower, Known
 from exporter.node.agent import NodeAgent
 from exporter.state import FILE, KEPT_TARGET_SECONDS, Store, _share, _transaction
+from exporter.streams import StreamState
 
 __all__ = ["logged", "session"]  # fixtures
 

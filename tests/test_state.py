@@ -19,10 +19,11 @@ from test_incident import dead, fatal, start, warning
 
 from exporter import state
 from exporter.diagnosis.knowledge import builtin_classes
-from exporter.follow import KNOWN, Checkpoint, Follower, Known, StreamState
+from exporter.follow import KNOWN, Checkpoint, Follower, Known
 from exporter.sources.stream import Chunk, SourceStats
 from exporter.state import FILE, KEPT_INCIDENTS, KEPT_SECONDS, SCHEMA, StateError, Store
 from exporter.status import LastIncident, TargetStatus
+from exporter.streams import StreamState
 
 CLASSES = builtin_classes()
 NAME = "vllm"
