@@ -21,7 +21,7 @@ import aiohttp
 import structlog
 from aiohttp import web
 
-from . import logs
+from . import logs, state_lock
 from .aside import Aside
 from .config import KUBERNETES, STDIN, Config, ConfigError, TargetConfig
 from .device import Devices
@@ -85,6 +85,7 @@ class App:
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._aside = Aside()
         self._store = Store(config.state_dir) if config.state_dir else None
+        self._state_lock: int | None = None
         self._retry_at = 0.0
         self._moved_aside: Path | None = None
         self._stop = asyncio.Event()
@@ -103,6 +104,7 @@ class App:
         self._session = open_session()
         runner: web.AppRunner | None = None
         try:
+            self._lock_state()
             self._open_store()
             self._outlets = Outlets(self.status, self._session, lambda job: self._supervise("", job))
             self._outlets.use(self._config.alertmanager_url)
@@ -134,6 +136,13 @@ class App:
         return EXIT_OK
 
     # --- starting -------------------------------------------------------------------------------
+
+    def _lock_state(self) -> None:
+        if self._config.state_dir is not None:
+            try:
+                self._state_lock = state_lock.take(self._config.state_dir)
+            except state_lock.InUseError as error:
+                raise StartError(str(error)) from error
 
     def _open_store(self) -> None:
         if self._store is None:
@@ -518,6 +527,8 @@ class App:
             self._node.close()
         if self._store is not None:
             self._store.close()
+        if self._state_lock is not None:
+            os.close(self._state_lock)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_SECONDS):
                 if runner is not None:

@@ -285,6 +285,22 @@ class TestCommand:
             " listens there"
         ]
 
+    async def test_a_state_in_use(self, sidecar: Start, tmp_path: Path) -> None:
+        """Two exporters never share a state: the second ends, and the first does not notice. Then it may begin."""
+        (tmp_path / "vllm.log").write_bytes(log(start(), fatal(100), dead(100)))
+        first = await sidecar("--log", "vllm.log", "--state-dir", "state")
+        second = await sidecar("--log", "vllm.log", "--state-dir", "state", listening=False)
+        assert await second.ended() == EXIT_CONFIG
+        assert second.said == [
+            "vllm-oom-exporter: --state-dir state: another vllm-oom-exporter uses it; stop that one, or give each a"
+            " directory"
+        ]
+        await first.reaches("vllm_oom_incidents_total", 1)
+        first.process.kill()
+        await first.process.wait()
+        third = await sidecar("--log", "vllm.log", "--state-dir", "state")
+        assert (await third.metrics()).sum("vllm_oom_incidents_total") == 1
+
     async def test_degraded(self, sidecar: Start, tmp_path: Path) -> None:
         """What can't be read, scraped or saved is said once and seen in a metric; the rest works."""
         (tmp_path / "loop.log").symlink_to("loop.log")

@@ -10,7 +10,19 @@ import exporter
 ROOT = Path(exporter.__file__).parent
 ORDER = (
     *("plain", "records", "sources", "vllm", "diagnosis", "document", "analyze", "report"),
-    *("config", "logs", "status", "scrape", "engine_state", "streams", "follow", "state", "metrics", "web"),
+    *(
+        "config",
+        "logs",
+        "status",
+        "scrape",
+        "engine_state",
+        "streams",
+        "follow",
+        "state",
+        "state_lock",
+        "metrics",
+        "web",
+    ),
     *("notify", "device", "probe", "target", "node", "aside", "app", "cli"),
 )
 PURE = ("vllm", "diagnosis")
