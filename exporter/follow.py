@@ -31,7 +31,7 @@ from .records import Failure, Incident, Life, Record, line_number, numbered, str
 from .sources.scan import Given
 from .sources.stream import Chunk
 from .status import Counts, LastIncident, TargetStatus
-from .streams import ASIDE_TICKS, Stream, StreamState, Text, in_parts
+from .streams import ASIDE_TICKS, FAILURE_LEVELS, Stream, StreamState, Text, in_parts
 from .vllm.signals import signals
 
 TICK = 0.1
@@ -51,7 +51,8 @@ KNOWN = 3000
 _UNSAVED = 1000  # documents kept while the state can't be written
 _NEAR_MISS = "near_miss"
 RECENT = 100
-"""Incidents that may be told again by another first line after a restart: processes wrote at once."""
+"""Incidents of which every line that reported them is known. Of older ones it is the last, which is told again
+wherever a restart begins to read."""
 KEPT_STREAMS = 4000  # of files that are done: without its token one that still matches is read again
 # Access lines, of our own scrapes too, and "Engine 000: Avg prompt throughput: …" go on in a hang.
 _HEARTBEATS = frozenset({"uvicorn", "loggers.py", "metrics.py"})
@@ -238,6 +239,8 @@ class Follower:
             # by our clock: that of the log may be in another zone
             self._failed_at = at if text.live else None
         self._update()
+        if self._bytes_since > _REPLAY_BYTES // 2:
+            self._keep_up()
 
     def _begin(self, source: str, chunk: Chunk) -> Stream:
         """A stream that this process had no chunk of."""
@@ -322,7 +325,7 @@ class Follower:
             return
         text.given = False
         for record in text.parser.peek():
-            if record.level in ("", "ERROR", "CRITICAL"):
+            if record.level in FAILURE_LEVELS:
                 self._count_errors(signal.line for signal in signals(record) if isinstance(signal, Failure))
 
     def _count_errors(self, numbers: Iterable[int]) -> None:
@@ -393,10 +396,7 @@ class Follower:
     def _advance(self) -> None:
         """Move the checkpoint to a moment two seconds ago, if nothing was open then or since."""
         self._ticks_since_candidate += 1
-        if self._bytes_since > _REPLAY_BYTES:
-            self._keep(self._moment())  # whatever is open: a restart must not read for ever
-            self._next_candidate(None)
-        elif self._undecided or not self._history.done:
+        if self._undecided or not self._history.done:
             self._candidate = None
         elif self._candidate is None:
             if self.changed:
@@ -404,6 +404,16 @@ class Follower:
         elif self._ticks_since_candidate >= _CHECKPOINT_TICKS:
             self._keep(self._candidate)
             self._next_candidate(self._moment() if self.changed else None)
+
+    def _keep_up(self) -> None:
+        """Move the checkpoint in a log that never pauses, as a restart must not read for ever.
+
+        Where no failure is open, if that comes in time: a record that is read in two may be told as two.
+        """
+        quiet = self._history.done and not any(text.may_fail for text in self._texts)
+        if quiet or self._bytes_since > _REPLAY_BYTES:
+            self._keep(self._moment())
+            self._next_candidate(None)
 
     def _next_candidate(self, candidate: Checkpoint | None) -> None:
         self._candidate = candidate
@@ -510,7 +520,8 @@ class Follower:
             known = Known(incident.class_id, str(incident.phase), False)
             self.known[identity] = known
             for old in islice(reversed(self.known), RECENT, RECENT + 1):
-                self.known[old].reports = frozenset()  # thousands of them would be most of our memory
+                # thousands of them would be most of our memory
+                self.known[old].reports = ends_of(self.known[old].reports)
             if len(self.known) > KNOWN:
                 del self.known[next(iter(self.known))]
             counts.incidents[known.class_id, known.phase] += 1
@@ -572,9 +583,8 @@ class Follower:
         """
         if (known := self.known.get(incident.id)) is not None:
             return incident.id, known
-        for identity in islice(reversed(self.known), RECENT):
-            known = self.known[identity]
-            if known.reports & incident.reports:
+        for identity, known in reversed(self.known.items()):
+            if not known.reports.isdisjoint(incident.reports):
                 return identity, known
         return incident.id, None
 
@@ -641,6 +651,14 @@ class Follower:
             del self.new_events[next(iter(self.new_events))]
         self.urgent = True
         return True
+
+
+def ends_of(reports: Iterable[tuple[str, int]]) -> frozenset[tuple[str, int]]:
+    """The last of the lines in each stream."""
+    last: dict[str, int] = {}
+    for stream, line in reports:
+        last[stream] = max(line, last.get(stream, 0))
+    return frozenset(last.items())
 
 
 def _number(value: object) -> float | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -21,7 +22,7 @@ from typing import Any
 from .diagnosis.exposure import Window
 from .diagnosis.ledger import KEPT_WINDOWS, KINDS
 from .diagnosis.trigger import to_plain as event_plain
-from .follow import KEPT_STREAMS, KNOWN, RECENT, SHOWN_INCIDENTS, Checkpoint, Follower, Known
+from .follow import KEPT_STREAMS, KNOWN, RECENT, SHOWN_INCIDENTS, Checkpoint, Follower, Known, ends_of
 from .status import Counts, LastIncident, OpenAlert, TargetStatus
 from .streams import StreamState
 from .vllm.log import LogParser
@@ -427,7 +428,9 @@ def _load(db: sqlite3.Connection, follower: Follower) -> None:
         (status.name, KNOWN),
     ).fetchall()
     known = {
-        one: Known(class_id, phase, bool(fatal), _reports(reports) if back < RECENT else frozenset())
+        one: Known(
+            class_id, phase, bool(fatal), _reports(reports) if back < RECENT else ends_of(_reports(reports))
+        )
         for back, (one, class_id, phase, fatal, reports) in reversed([*enumerate(rows)])
     }
     incidents = [
@@ -486,7 +489,8 @@ def _alert(raw: Mapping[str, Any]) -> OpenAlert:
 
 
 def _reports(text: str) -> frozenset[tuple[str, int]]:
-    return frozenset((str(stream), int(line)) for stream, line in json.loads(text))
+    # there are few streams, and thousands of incidents that name them
+    return frozenset((sys.intern(str(stream)), int(line)) for stream, line in json.loads(text))
 
 
 def _parser(text: str) -> Mapping[str, Any]:

@@ -20,6 +20,9 @@ from .vllm.log import LogParser
 ASIDE_TICKS = 100
 """Lines kept aside may be the first of a life; what says so follows in seconds."""
 
+FAILURE_LEVELS = frozenset(("", "ERROR", "CRITICAL"))
+"""Of records that may report a failure; what no logger wrote has none."""
+
 _KEPT_TURNS = 1000  # of files that are written by turns
 
 
@@ -62,6 +65,11 @@ class Text:
     def open(self) -> bool:
         """Whether anything is held back."""
         return self.parser.open or self.framing.waiting
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether what is held back may be a failure, or a line is known in part only."""
+        return self.framing.waiting or any(one.level in FAILURE_LEVELS for one in self.parser.peek())
 
     def told(self, number: int) -> bool:
         """Whether everything up to that line was handed on: what is open, if anything, came later."""

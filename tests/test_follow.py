@@ -20,7 +20,21 @@ from zlib import crc32
 import pytest
 from conftest import CAPTURES, LATEST, analyzed, capture
 from replay import Replay
-from test_incident import API, ENGINE, WORKER0, at, dead, fatal, later, oom, start, survived, warning
+from test_incident import (
+    API,
+    ENGINE,
+    WORKER0,
+    WORKER1,
+    at,
+    dead,
+    fatal,
+    later,
+    oom,
+    start,
+    survived,
+    warning,
+    worker,
+)
 
 from exporter import follow
 from exporter.analyze import Reader
@@ -918,3 +932,38 @@ class TestBounds:
         assert one.status.counts.error_lines == 200
         assert (len(held) <= 20, sum(len(stream.errors) for stream in held) <= 20) == (True, True)
         assert len(one._numbered) == len(held)
+
+    def test_a_crash_loop_that_never_pauses(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """A kill while it is read: the checkpoint moves all the same, and stands in no failure."""
+        monkeypatch.setattr(follow, "_REPLAY_BYTES", 30_000)
+        monkeypatch.setattr(
+            follow, "RECENT", 2
+        )  # what is told again under another first line is found among these
+        lives = [
+            log(
+                start(at),
+                *[worker(at + 100, one) for one in (WORKER0, WORKER1)],
+                fatal(at + 100),
+                dead(at + 100),
+            )
+            for at in range(0, 60 * 200, 200)
+        ]
+        data = b"".join(lives)
+        store, again = Store(tmp_path), 0
+        store.open()
+        feed = Feed(store)
+        for number in range(1, 10_000):
+            begin = feed.position
+            end = data.find(b"\n", min(begin + 700, len(data) - 1)) + 1
+            if begin == len(data):
+                break
+            feed.give(data[begin:end], ticks=1)
+            if feed.one.urgent:
+                store.save(feed.one)
+            if number % 150 == 0:
+                feed = Feed(store)
+                again = max(again, end - feed.position)
+        feed.tick(30)
+        assert 0 < again < 32_000
+        assert feed.counts.incidents.total() == feed.counts.engine_starts == len(lives)
+        assert feed.counts.error_lines == 3 * len(lives)
