@@ -1277,3 +1277,33 @@ async def test_kills_while_rotating(
             kills += 1
         assert await writer.wait() == 0
     load.check(f"{kind}, {pattern}, {kills} kills", record_property)
+
+
+class TestOrder:
+    """Generations of one log are read one after the other, however fast they come."""
+
+    @staticmethod
+    def opened(path: Path, content: bytes) -> Generation:
+        """A new file with that content."""
+        path.write_bytes(content)
+        one = open_generation(str(path))
+        assert one is not None
+        return one
+
+    @pytest.mark.parametrize("later", [b"", b"second\n"], ids=["nothing", "something"])
+    async def test_one_that_waits_is_waited_for(self, later: bytes, tmp_path: Path) -> None:
+        """A file that was empty when it was opened, and rotated away while an older one was still read."""
+        first, second, third = (
+            self.opened(tmp_path / name, content)
+            for name, content in (("x.log.2", b"first\n"), ("x.log.1", b""), ("x.log", b"third\n"))
+        )
+        second.succeed(first)
+        (tmp_path / "x.log.1").write_bytes(later)
+        third.succeed(second)
+        order: list[bytes] = []
+        for _ in range(3):
+            # the newest is asked first
+            order += [one.read() for one in (third, second, first) if not one.waits() and one.look()]
+        assert order == [one for one in (b"first\n", later, b"third\n") if one]
+        for one in (first, second, third):
+            one.close()

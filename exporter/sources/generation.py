@@ -146,7 +146,7 @@ class Generation:
             return False
         # A copy ends where it ends; a file that was renamed may still get lines, which can't be waited for.
         # What was truncated meanwhile may never be that long again.
-        read = first.scanned >= min(self.barrier, first.size) and not first.copied
+        read = not first.copied and first.scanned >= min(self.barrier, first.size) and not first.waits()
         if first.fd < 0 or first.stalled or read:
             self.after = None
         return self.after is not None
@@ -158,6 +158,9 @@ class Generation:
             if one is self:
                 return
             one = one.after
+        if first.fd >= 0 and not first.copied:
+            with suppress(OSError):
+                first.size = os.fstat(first.fd).st_size  # that of when it was opened, empty, if it waits itself
         self.after, self.barrier = first, first.size
 
     def succeed(self, first: Generation) -> None:
