@@ -159,8 +159,9 @@ class Generation:
                 return
             one = one.after
         if first.fd >= 0 and not first.copied:
+            # who waits itself is not looked at: it may have been empty when it was opened
             with suppress(OSError):
-                first.size = os.fstat(first.fd).st_size  # that of when it was opened, empty, if it waits itself
+                first.size = os.fstat(first.fd).st_size
         self.after, self.barrier = first, first.size
 
     def succeed(self, first: Generation) -> None:
