@@ -76,11 +76,12 @@ async def test_it_waits_for_the_server_and_its_probe(fake: Callable[..., Any], s
     assert found["probe"]["state"] == "survived"
     assert found["probe"]["steps"]["source"] == "iteration"
     assert found["probe"]["steps"]["largest_tokens"] == 2048
-    assert found["steps"]["full"] == found["probe"]["steps"]["full"] >= 50
+    # the last lines may come after the verdict, which then claims less than was
+    assert found["steps"]["full"] >= found["probe"]["steps"]["full"] > 20
     metrics = await one.metrics()
     assert metrics['vllm_oom_probe_state{state="survived"}'] == 1
     assert metrics["vllm_oom_probe_largest_step_tokens"] == 2048
-    assert metrics["vllm_oom_probe_full_steps"] >= 50
+    assert metrics["vllm_oom_probe_full_steps"] == found["probe"]["steps"]["full"]
     assert metrics["vllm_oom_budget_ready"] == 1
     prompts = len(vllm.prompts)
     await asyncio.sleep(1.2)  # two more looks: a life is probed once
