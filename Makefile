@@ -24,10 +24,11 @@ types: $(VENV)/.dev
 # Files run beside each other, more than there are cores, as most of their time is waiting; a test that hangs fails the run
 BESIDE := -n 3 --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true
 
-# promtool comes with Prometheus, amtool with Alertmanager; the pages are looked at with Chromium
+# promtool comes with Prometheus, amtool with Alertmanager; the pages are looked at with Chromium, units with systemd
 unit: $(VENV)/.dev
 	command -v promtool && command -v prometheus-alertmanager || { apt-get update && apt-get install -y --no-install-recommends prometheus prometheus-alertmanager; }
 	command -v chromium || { apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core; }
+	command -v systemd-analyze || { apt-get update && apt-get install -y --no-install-recommends systemd; }
 	$(BIN)/pytest $(BESIDE)
 
 # Rewrites the golden files. Read the difference before you commit it.

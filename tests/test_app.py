@@ -308,7 +308,7 @@ class TestCommand:
         (tmp_path / "vllm.log").write_bytes(log(start(), fatal(100), dead(100)))
         async with strangers() as (url, asked):
             one = await sidecar(
-                "--log", "loop.log", "--log", "vllm.log", "--state-dir", "state", "--scrape-interval", "100ms",
+                "--log", "loop.log", "--log", "vllm.log", "--state-dir", "state", "--scrape-interval", "500ms",
                 "--vllm-url", url,
             )  # fmt: skip
             await one.reaches("vllm_oom_incidents_total", 1)
@@ -316,7 +316,7 @@ class TestCommand:
             unscraped = await one.event("vLLM's metrics are not read")
 
             async def often() -> bool:  # the log that can't be read is tried again within that time
-                return len(asked) > 40
+                return len(asked) > 8
 
             await until(often)
         metrics = await one.metrics()

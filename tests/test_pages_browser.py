@@ -257,7 +257,7 @@ def replayed(host: Host, folder: Path) -> Iterator[str]:
     url = host.run(server.__aenter__())
     sidecar = subprocess.Popen(
         [EXPORTER, "run", "--log", log, "--vllm-url", url, "--listen", "127.0.0.1:0",
-         "--scrape-interval", "100ms", "--log-format", "json"],
+         "--scrape-interval", "300ms", "--log-format", "json"],
         stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
